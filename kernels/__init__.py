@@ -12,10 +12,8 @@ from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.gpu import expert_ffn as _gpu_expert_ffn  # noqa: F401  (registers kernels)
 from moe_plugin.kernels.gpu import fp8_blocks as _fp8_blocks  # noqa: F401  (registers it)
 from moe_plugin.kernels.gpu import scaled_grouped as _scaled_grouped  # noqa: F401  (registers it)
-from moe_plugin.kernels.groups import RowGroups
+from moe_plugin.kernels.groups import RowGroups, read_pages, transpose_chunks, write_pages
 from moe_plugin.kernels.in_blocks import in_blocks as _in_blocks  # noqa: F401  (registers blocks)
-from moe_plugin.kernels.layout import transpose_chunks
-from moe_plugin.kernels.pages import read_pages, write_pages
 from moe_plugin.kernels.registry import Op, kernels
 from moe_plugin.kernels.router import Routed, route, route_by_steps, top_k_stable
 from moe_plugin.kernels.rows import combine_rows, gather_rows, permute_rows, weigh_rows

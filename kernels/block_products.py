@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.expert_rows import DeviceCounts
 from moe_plugin.kernels.block_formats import FORMATS, BlockFormat, Blocks
 from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad, rows_of
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
+from moe_plugin.records import DeviceCounts
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.derivatives import transformed
+from moe_plugin.kernels.activations import transformed
 from moe_plugin.kernels.registry import op
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.expert_rows import DeviceCounts, RowCounts, RowPlan
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.rounded import RoundedWeights
@@ -27,7 +26,8 @@ from moe_plugin.kernels.rows import combine_rows, gather_rows
 from moe_plugin.kernels.saved import Keep, rows_kept, through_recomputed
 from moe_plugin.kernels.weight_grads import GradSums, LaterGrads
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.registry import Registry
+from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
+from moe_plugin.utils.registry import Registry
 
 OPERANDS = ("w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF", "w_out_LFD", "bias_out_LD")
 

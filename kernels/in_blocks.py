@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.expert_rows import RowCounts
+from moe_plugin.kernels.activations import first_derivative_only, transformed
 from moe_plugin.kernels.cpu.products import in_float32, multiply
-from moe_plugin.kernels.derivatives import first_derivative_only, transformed
 from moe_plugin.kernels.expert_ffn import from_matmul, strategies
 from moe_plugin.kernels.scores import ScoreFunction, Sigmoid, Softmax
-from moe_plugin.machine import exporting
+from moe_plugin.records import RowCounts
+from moe_plugin.utils.machine import exporting
 
 BLOCK = 32
 WIDTH = 16  # both axes of a matrix are filled up to a multiple: other widths have odd ends

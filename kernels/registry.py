@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 
 class Op:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.derivatives import wants_graph
+from moe_plugin.kernels.activations import wants_graph
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.scores import ADDED, SOFTMAX, ScoreFunction, divisor
 

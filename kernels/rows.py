@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.cpu import widened
-from moe_plugin.kernels.derivatives import own, transformed, wants_graph
+from moe_plugin.kernels.activations import own, transformed, wants_graph
+from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.registry import accumulate_dtype, op
 from moe_plugin.kernels.workspace import scratch
 
@@ -164,7 +164,7 @@ def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
     index_C = position_TK.clamp(min=0).reshape(-1)
-    size = min(tokens, max(1, widened.PIECE_BYTES // max(1, choices * width * dtype.itemsize)))
+    size = min(tokens, max(1, products.PIECE_BYTES // max(1, choices * width * dtype.itemsize)))
     narrow_CD = scratch("rows to dot", (size * choices, width), rows_RD)
     wide_CD = scratch("rows to dot", (size * choices, width), rows_RD, dtype)
     for start in range(0, tokens, size):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_plugin.kernels.derivatives import transformed, wants_graph
+from moe_plugin.kernels.activations import transformed, wants_graph
 
 Function = Callable[..., Tensor]
 

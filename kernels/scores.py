@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.activations import transformed, wants_graph
 from moe_plugin.kernels.cpu.native.functions import scores_of
-from moe_plugin.kernels.cpu.widened import PARTS, widened
-from moe_plugin.kernels.derivatives import transformed, wants_graph
+from moe_plugin.kernels.cpu.products import PARTS, widened
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 ADDED = 1e-20  # to a sum of scores before it divides them, as in Megatron and DeepSeek-V3
 _FEW = 16  # 32-bit numbers in a register of AVX-512

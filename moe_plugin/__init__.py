@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_plugin import checkout
+from moe_plugin.utils import checkout
 
 if TYPE_CHECKING:  # what type checkers see; the names are those of EXPORTS
     from moe_plugin.comm import Comm as Comm
@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # what type checkers see; the names are those of EXPORTS
     from moe_plugin.config import MoEConfig as MoEConfig
     from moe_plugin.config import from_dict as from_dict
     from moe_plugin.config import from_yaml as from_yaml
-    from moe_plugin.gradients.norm import clip_grad_norm_ as clip_grad_norm_
     from moe_plugin.hosts.plain.blocks import MoEBlock as MoEBlock
     from moe_plugin.hosts.plain.blocks import auxiliary_loss as auxiliary_loss
     from moe_plugin.hosts.plain.blocks import optimizer_groups as optimizer_groups
@@ -38,6 +37,7 @@ if TYPE_CHECKING:  # what type checkers see; the names are those of EXPORTS
     from moe_plugin.output import weighted_loss as weighted_loss
     from moe_plugin.records import Routing as Routing
     from moe_plugin.routing import finish_step as finish_step
+    from moe_plugin.training.gradients.sync import clip_grad_norm_ as clip_grad_norm_
 
 __version__ = "0.2.0"
 checkout.install(Path(__file__).parent)
@@ -50,7 +50,7 @@ EXPORTS = {
     "optimizer_groups": "moe_plugin.hosts.plain.blocks",
     "ddp_model": "moe_plugin.hosts.plain.sharding",
     "fully_shard_model": "moe_plugin.hosts.plain.sharding",
-    "clip_grad_norm_": "moe_plugin.gradients.norm", "finish_step": "moe_plugin.routing",
+    "clip_grad_norm_": "moe_plugin.training.gradients.sync", "finish_step": "moe_plugin.routing",
     "from_yaml": "moe_plugin.config", "from_dict": "moe_plugin.config",
     "Comm": "moe_plugin.comm", "TorchComm": "moe_plugin.comm", "LocalComm": "moe_plugin.comm",
 }

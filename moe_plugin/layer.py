@@ -3,28 +3,180 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm import Comm
+from moe_plugin.comm import Comm, default_comm
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.named import layer_config, refuse_beside, refuse_timeout
 from moe_plugin.dispatch import TokenEntry
-from moe_plugin.experts import LatentProjection, OverlappedWork, SharedExpert, add_residual
+from moe_plugin.experts import (
+    LatentProjection,
+    OverlappedWork,
+    SharedExpert,
+    add_residual,
+    distributed_state,
+    is_expert,
+)
+from moe_plugin.experts.base import mark_experts
 from moe_plugin.experts.ddp_check import DDPCheck
-from moe_plugin.layer_parts import given_parts
-from moe_plugin.layer_state import LayerState
+from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, Routing, TokenInfo, Tokens
-from moe_plugin.routing import layer_router
+from moe_plugin.records import KeptRouting, Routing, TokenInfo, Tokens
+from moe_plugin.routing import HasFinishStep, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
+from moe_plugin.routing.contract import FLOAT32, RouterModule, float32_state
+from moe_plugin.routing.pregate import LinkableLayer
+from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
+from moe_plugin.utils.messages import short
+
+
+class LayerState(HasFinishStep, LinkableLayer):
+    """Base of `MoELayer`: it is saved, loaded, copied, moved; its steps end.
+
+    Attributes:
+        given, config: the settings as passed, and with what they leave open decided.
+        comm, placement: the expert-parallel group, and where experts are.
+        tokens, experts, layouts: parts of the path.
+        has_own_router: whether the router was passed.
+        route: the experts of each token; what stands in its place without `pregate.link` raises.
+    """
+
+    given: MoEConfig
+    config: MoEConfig
+    comm: Comm
+    placement: Placement
+    has_own_router: bool
+    tokens: TokenEntry
+    experts: nn.Module
+    layouts: LayoutSelector
+    ddp_check: DDPCheck
+    route: Callable[..., Routing]
+
+    def follow_from_now_on(self) -> None:
+        """Take notice of new parameters, and wait for `moe_plugin.routing.pregate.link` where
+        settings ask for it; called once, at the end of building.
+        """
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+        distributed_state.hook(self)
+        self.follow_parameters()
+        if (unlinked := Unlinked.of(self.config)) is not None:
+            self.route = unlinked
+
+    def follow_parameters(self) -> None:
+        """Parameters may be new: copies, those that left the meta device, assigned ones, and those
+        of what stands in the experts' place.
+        """
+        mark_experts(self.experts, self.comm.size)
+        self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
+
+    def extra_repr(self) -> str:
+        """One line of sizes, for `print(model)`."""
+        c, place = self.config, self.placement
+        return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
+                f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
+                f"dispatch={c.dispatch.name}, ranks={self.comm.size}")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> LayerState:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.layouts.move_row_limit()
+        self.follow_parameters()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        distributed_state.follow(self)
+        self.follow_parameters()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Where the local experts come from, checked when loaded; what the tuner has learned; what
+        stays in float32 when a checkpoint is cast.
+        """
+        return {**self.layouts.state(), FLOAT32: float32_state(self)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
+        self.layouts.load_state(state)
+
+    def finish_step(self) -> None:
+        """See `moe_plugin.routing.finish_step`, which calls it."""
+        self.layouts.finish_step()
+
+    def forget(self) -> None:
+        """Drop what a failed step left for a backward pass that never came. A host that goes on
+        after such a step (out of memory) calls it when no backward pass is pending.
+        """
+        if self.link is not None:
+            self.link.forget()
+        later: LaterGrads | None = self.experts.later
+        if later is not None:
+            later.forget()
+
+
+def _loaded(layer: LayerState, incompatible: object) -> None:
+    layer.follow_parameters()
+    layer.ddp_check.begin(layer.experts)
+
+
+# What a layer is given to be built from, checked.
+@dataclass(frozen=True)
+class GivenParts:
+    """Arguments of `MoELayer`.
+
+    Attributes:
+        config: all settings, those that were passed by name among them.
+        comm: the expert-parallel group.
+        router, experts: the user's own; None: as configured.
+    """
+
+    config: MoEConfig
+    comm: Comm
+    router: nn.Module | None
+    experts: Callable[[int], nn.Module] | None
+
+
+def given_parts(config: MoEConfig | int, comm: Comm | None,
+                router: nn.Module | str | Mapping[str, Any] | None,
+                experts: Callable[[int], nn.Module] | Mapping[str, Any] | None,
+                settings: Mapping[str, Any]) -> GivenParts:
+    """The arguments of a layer, each in the one form in which it is read; see `MoELayer`.
+
+    Raises:
+        ValueError: types or settings that do not fit, or that nothing would read.
+    """
+    _check_given(comm, router, experts)
+    config = layer_config(config, settings, router=router, experts=experts)
+    refuse_timeout(comm, settings)
+    own_router = router if isinstance(router, nn.Module) else None
+    own_experts = experts if callable(experts) else None
+    refuse_beside(config, router=own_router is not None, experts=own_experts is not None)
+    comm = comm if comm is not None else default_comm(config.comm.timeout_s)
+    return GivenParts(config, comm, own_router, own_experts)
+
+
+def _check_given(comm: Any, router: Any, experts: Any) -> None:
+    """What is of none of the types that these arguments take would be left out silently."""
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(f"comm={short(comm)} is a {type(comm).__name__}; must be a Comm, such as "
+                         "TorchComm(group); give the number of experts as num_experts=...")
+    if not isinstance(router, nn.Module | str | Mapping | None):
+        raise ValueError(f"router={short(router)} is a {type(router).__name__}; must be a name, a "
+                         "dict of settings or a built module; register a class of yours with "
+                         "moe_plugin.routing.routers.register(name)")
+    if experts is not None and not callable(experts) and not isinstance(experts, Mapping):
+        raise ValueError(f"experts={short(experts)} is a {type(experts).__name__}; must be a dict "
+                         "of settings or a function of the expert's global index that returns a "
+                         "module, e.g. lambda index: modules[index]")
 
 
 class MoELayer(LayerState):
@@ -32,7 +184,7 @@ class MoELayer(LayerState):
 
     Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
     the tokens of all ranks in `comm`, all others are this rank's part; the host (or
-    `moe_plugin.gradients.sync`) reduces and scales.
+    `moe_plugin.training.gradients.sync`) reduces and scales.
 
     Args:
         config: see `MoEConfig`; `model_dim` must be set. Or the width of a token, with `settings`
@@ -65,6 +217,8 @@ class MoELayer(LayerState):
                                    **where)
         self.experts = build_experts(config, place, host, own.experts, **where)
         self.layouts = LayoutSelector(config, place, self.experts, host)
+        self.layouts.self_balanced = (not isinstance(self.router, RouterModule)
+                                      or self.router.balances)
         self.capacity = CapacityLimit(config, self.layouts.load_comm, self.layouts.fixed_slots,
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
@@ -118,7 +272,7 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """The experts of each token. `moe_plugin.pregate.link` may put another in its place."""
+        """The experts of each token. `pregate.link` may put another method in its place."""
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 

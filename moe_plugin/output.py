@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.pytrees import as_pytree
+from moe_plugin.utils.pytrees import as_pytree
 
 
 @as_pytree("layout", "decisions", "router", "collectives")
@@ -38,6 +38,7 @@ class LayerStats:
         chosen_KE: int64, load_KE before a second-expert policy took choices; None: it took none.
         store: what the store of experts outside the device did, see `StoreCounters`, and
             `resident_bytes` in its slots; {}: no store.
+        self_balanced: the router keeps the load even without a loss (`RouterModule.balances`).
     """
 
     load_KE: Tensor
@@ -58,6 +59,7 @@ class LayerStats:
     chosen_KE: Tensor | None = None
     store: dict[str, int] = field(default_factory=dict)
     collectives: str | None = None
+    self_balanced: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers: load, max_over_mean, dropped, entropy, ... One device-to-host copy."""

@@ -9,17 +9,199 @@ shards of one expert (W / E where E < W).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
-from moe_plugin.comm.exchange import Exchange
-from moe_plugin.expert_rows import ExpertRows, RowCounts, RowPlan  # noqa: F401  (records, too)
-from moe_plugin.pytrees import as_pytree
+from moe_plugin.utils.machine import exporting, to_device
+from moe_plugin.utils.pytrees import as_pytree
+
+
+# Rows of a rank's experts: how many each has, known on the host or on a device alone, of which
+# tokens they are, and how they come and go.
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows by local expert, on the host; made on a device when asked for."""
+
+    host: list[int]
+
+    @property
+    def number(self) -> int:
+        """L, local experts."""
+        return len(self.host)
+
+    @property
+    def total(self) -> int:
+        """R, rows of all local experts."""
+        return sum(self.host)
+
+    @property
+    def even(self) -> bool:
+        """Whether it is known that all experts have as many rows."""
+        for count in self.host:
+            if count != self.host[0]:
+                return False
+        return True
+
+    @property
+    def real(self) -> int | Tensor:
+        """Rows that experts compute for tokens; a scalar tensor where a device alone knows it."""
+        return sum(self.host)
+
+    def lengths(self) -> list[int]:
+        """Rows of each expert, filler left out."""
+        return self.host
+
+    def device(self, device: torch.device) -> Tensor:
+        """Rows of each expert, filler left out, int64 [L]; the host does not wait for a GPU."""
+        if torch.compiler.is_compiling():
+            return torch.tensor(self.host, dtype=torch.int64, device=device)
+        if device.type != "cpu" and len(set(self.host)) == 1:
+            return torch.full((len(self.host),), self.host[0], dtype=torch.int64, device=device)
+        return to_device(self.host, device)
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class DeviceCounts(RowCounts):
+    """Rows by local expert in a buffer of fixed length, known on the device alone.
+
+    The experts' rows come first, expert after expert; the rest of the buffer is filler, of which no
+    result is read. Kernels that take lengths from the device leave the filler out. `host` is for
+    those that need lengths on the host: the host reads the device, and the filler counts as rows of
+    the last expert.
+
+    Attributes:
+        lengths_L: int64 [L], rows of each expert.
+        rows: R, rows of the buffer.
+    """
+
+    lengths_L: Tensor
+    rows: int
+    _host: list[int] | None
+
+    def __init__(self, lengths_L: Tensor, rows: int) -> None:
+        object.__setattr__(self, "lengths_L", lengths_L)
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "_host", None)
+
+    @property
+    def host(self) -> list[int]:  # type: ignore[override]
+        """Rows of each expert, filler included in the last; waits for the device, once."""
+        if self._host is None:
+            before = self.lengths()[:-1]
+            counts = [*before, self.rows - sum(before)]
+            for count in counts if exporting() else ():
+                torch._check(count >= 0)  # the program is to hold for any load
+            object.__setattr__(self, "_host", counts)
+        return self._host
+
+    @property
+    def number(self) -> int:
+        """L, local experts."""
+        return self.lengths_L.shape[0]
+
+    @property
+    def total(self) -> int:
+        """R, rows of the buffer."""
+        return self.rows
+
+    @property
+    def even(self) -> bool:
+        """False: nothing is known."""
+        return False
+
+    @property
+    def real(self) -> Tensor:
+        """Rows of all experts, an int64 scalar on the device."""
+        return self.lengths_L.sum()
+
+    def lengths(self) -> list[int]:
+        """Rows of each expert, filler left out; waits for the device if there are rows."""
+        return self.lengths_L.tolist() if self.rows else [0] * self.number
+
+    def device(self, device: torch.device) -> Tensor:
+        """Rows of each expert, filler left out, int64 [L]."""
+        return self.lengths_L
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows that experts take out of tokens, and where their results belong.
+
+    Without an exchange the tokens are this rank's own; after one they are the rows as they arrived.
+
+    Attributes:
+        source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
+        weights_TK: [T, K] gate weights, differentiable; None: all are 1.
+        counts: rows by expert; with fixed slots also the empty ones.
+        complete: every choice has a row and no slot is empty; False: perhaps not.
+    """
+
+    source_R: Tensor
+    position_TK: Tensor
+    weights_TK: Tensor | None
+    counts: RowCounts
+    complete: bool = False
+
+    @property
+    def token_R(self) -> Tensor:
+        """Token of each row, int64 [R]; 0 for an empty slot."""
+        choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
+        choices = self.position_TK.shape[1]
+        return choice_R if choices == 1 else choice_R // max(1, choices)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Work for this rank's experts.
+
+    Attributes:
+        x: [R, D] rows, expert after expert, or, with a `RowPlan`, [T, D] tokens.
+        rows: rows by expert; or a `RowPlan`: the result then is [T, D], each token's rows weighted
+            and summed.
+        parameters: `FFNParameters` to compute with, e.g. gathered ones; None: those that the
+            experts store.
+        strategy: a `kernels.expert_ffn.Strategy`, how to compute; None: as configured.
+        started: experts outside the device call it when all that they need is there, before they
+            compute: what comes next can be fetched meanwhile.
+    """
+
+    x: Tensor
+    rows: RowCounts | RowPlan
+    parameters: Any = None
+    strategy: Callable[..., Tensor] | None = None
+    started: Callable[[], object] | None = None
+
+
+class Sent:
+    """The rows of one call: on their way to their experts, and back.
+
+    Iterating gives work for this rank's experts, piece by piece, each when it has arrived. The
+    results of a piece are put back before the next one is taken.
+
+    Args:
+        arriving: see above.
+        anchor: as given to `Dispatcher.dispatch`.
+
+    Attributes:
+        results: of the pieces that were put back, in order, or what stands for them on their way.
+    """
+
+    def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
+        self.arriving, self.anchor = arriving, anchor
+        self.results: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[ExpertRows]:
+        return iter(self.arriving)
+
+    def put_back(self, result: Tensor) -> None:
+        """Results [R, D] of the piece that was taken last, which may start to travel now; of a
+        `RowPlan`'s tokens [T, D].
+        """
+        self.results.append(result)
 
 
 @as_pytree()
@@ -56,49 +238,6 @@ class TokenInfo:
         return replace(self, token_ids_T=new[0], sequence_T=new[1])
 
 
-@dataclass(frozen=True)
-class HostContext:
-    """What a host knows of a layer that the layer cannot find out. A layer is built with it.
-
-    Attributes:
-        layer_number: number of this MoE layer in its model, from 0; None: unknown.
-        numbered_later: the host tells the number after it has built the layer
-            (`moe_plugin.experts.base.Experts.use_layer`).
-        loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
-            computed; None: this rank alone.
-        batch_comm: all data-parallel ranks, whose tokens make up the batch of a step; None: the
-            ranks that hold the experts, and where biases follow loads (`sigmoid_bias`, `quantile`)
-            those whose gradients `moe_plugin.gradients.sync` averages.
-        split_loss_comm, split_batch_comm: the same two for a layer that splits tokens which ranks
-            share (`parallel.schedule: s1`); None: as without splitting.
-        adds_to_main_grad: the host keeps weight gradients in `parameter.main_grad` and takes what
-            backward adds there (`moe_plugin.kernels.weight_grads`).
-        own_capacity: each rank drops by the number of its own tokens, as it would alone; False: by
-            the largest number of any rank that holds the experts.
-        tokens: of a call of this rank, the same on all ranks; None: not known.
-        training: the layer may be trained; False: it warns of nothing that only training needs.
-        agreed: what else all ranks of the layer must have alike, by name, such as settings of the
-            run.
-    """
-
-    layer_number: int | None = None
-    numbered_later: bool = False
-    loss_comm: Comm | None = None
-    batch_comm: Comm | None = None
-    split_loss_comm: Comm | None = None
-    split_batch_comm: Comm | None = None
-    adds_to_main_grad: bool = False
-    own_capacity: bool = False
-    tokens: int | None = None
-    training: bool = True
-    agreed: Mapping[str, Any] = field(default_factory=dict)
-
-    def when_split(self, sharing: Comm | None) -> "HostContext":
-        """What routers see where the ranks `sharing` split tokens: losses are parts of one loss."""
-        if sharing is None:
-            return self
-        return replace(self, loss_comm=self.split_loss_comm or self.loss_comm or sharing,
-                       batch_comm=self.split_batch_comm or self.batch_comm)
 
 
 @dataclass(frozen=True)
@@ -198,92 +337,8 @@ class Tokens:
     count: int
 
 
-def check_shards(experts: int, ranks: int, shards: int | None) -> None:
-    """`ValueError` unless experts divide over ranks, ranks over experts, both over shards.
-
-    Args:
-        ranks: expert-parallel.
-        shards: as configured, see `Placement`.
-    """
-    if shards is not None:
-        fits = [s for s in range(1, ranks + 1) if ranks % s == 0 and experts % (ranks // s) == 0]
-        if shards not in fits:
-            raise ValueError(
-                f"parallel.shards={shards} does not fit {experts} experts on {ranks} "
-                f"expert-parallel ranks: must be one of {fits}; "
-                f"the nearest is {min(fits, key=lambda s: abs(s - shards))}")
-    elif experts % ranks and ranks % experts:
-        raise ValueError(
-            f"num_experts={experts} does not fit {ranks} expert-parallel ranks: must be a "
-            f"multiple or a divisor of {ranks}; use {max(1, experts // ranks) * ranks} "
-            "experts or another expert-parallel size")
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where experts are: rank i of `comm` has `local` experts, or one shard of each of them.
-
-    Runs of S consecutive ranks have the same L = E S / W experts: rank g*S + j has shard j of
-    experts [g*L, (g+1)*L), as its shards [i*L, (i+1)*L) of E*S. (Where L = 1, shard e*S + j is
-    shard j of expert e.)
-
-    Attributes:
-        comm: the expert-parallel group.
-        experts: E.
-        algorithm: the exchange that carries rows.
-        copies: r, the ranks to which each token goes; a divisor of S; None: S. Below S, runs of S/r
-            consecutive ranks gather each other's parameters, so that each has 1/r of the expert,
-            and share its tokens between them.
-        replicas: ranks that hold the same tokens as this one, where a dispatcher makes use of that.
-        configured_shards: S as configured, ranks over which every expert is split; None: as few as
-            needed, W / E and at least 1.
-    """
-
-    comm: Comm
-    experts: int
-    algorithm: Exchange
-    copies: int | None = None
-    replicas: Comm | None = None
-    configured_shards: int | None = None
-
-    @property
-    def shards(self) -> int:
-        """S, ranks over which each expert is split."""
-        return self.configured_shards or max(1, self.comm.size // self.experts)
-
-    @property
-    def virtual(self) -> int:
-        """E S, shards of all experts."""
-        return self.experts * self.shards
-
-    @property
-    def local(self) -> int:
-        """L, experts of this rank, or shards of so many experts."""
-        return self.virtual // self.comm.size
-
-    @property
-    def first_expert(self) -> int:
-        """The first of the `local` experts of which this rank holds a shard."""
-        return self.comm.rank // self.shards * self.local
-
-    @property
-    def shard(self) -> int:
-        """Which shard of its experts this rank holds."""
-        return self.comm.rank % self.shards
-
-    def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
-        """(rank, index among its experts) of the rank that stores a shard."""
-        run, slot = divmod(expert, self.local)
-        return run * self.shards + shard, slot
-
-    @property
-    def token_shards(self) -> int:
-        """S/r: ranks that share the tokens of one slice of an expert."""
-        return self.shards // (self.copies or self.shards)
-
-    def check(self) -> None:
-        """`ValueError` unless experts divide over ranks, ranks over experts, both over shards."""
-        check_shards(self.experts, self.comm.size, self.configured_shards)
 
 
 @dataclass(frozen=True)

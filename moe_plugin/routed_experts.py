@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import Comm
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import Experts
-from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
-from moe_plugin.routing.token_ids import check_range
+from moe_plugin.records import KeptRouting, Routing
+from moe_plugin.routing.call import check_range
 from moe_plugin.tuning.layout_selector import LayoutSelector
 from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts

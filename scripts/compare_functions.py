@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Whether two revisions have the same functions, wherever they are: prints those of one alone.
 
     python scripts/compare_functions.py REV_A REV_B
@@ -19,24 +18,24 @@ FOLDERS = ("moe_plugin", "kernels", "scripts")
 MODULE = re.compile(r"\b(?:moe_plugin|scripts)(?:\.\w+)+\b")
 
 
-class Bare(ast.NodeTransformer):
-    """Without docstrings, imports and names of modules."""
+def left_out(node: ast.stmt) -> bool:
+    """Whether it is an import or a docstring."""
+    text = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(node, ast.Import | ast.ImportFrom) or isinstance(
+        getattr(text, "value", None), str)
 
-    def visit_Import(self, node: ast.Import) -> None:
-        """Gone."""
 
-    visit_ImportFrom = visit_Import
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        """Gone where it is a docstring."""
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            return None
-        return self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        """A module's name is one word."""
-        return ast.Constant(MODULE.sub("MODULE", node.value)) if isinstance(
-            node.value, str) else node
+def bare(function: ast.AST, modules: set[str]) -> str:
+    """Its code without docstrings, imports and names of modules. modules: what its file imports."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node.value = MODULE.sub("MODULE", node.value)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+            node.value = ast.Name("MODULE")
+        for field in ("body", "orelse"):
+            if isinstance(body := getattr(node, field, None), list) and body:
+                setattr(node, field, [one for one in body if not left_out(one)] or [ast.Pass()])
+    return ast.unparse(function)
 
 
 def git(*words: str) -> str:
@@ -49,13 +48,16 @@ def functions(revision: str) -> Iterator[tuple[str, str, str]]:
     for path in git("ls-tree", "-r", "--name-only", revision, "--", *FOLDERS).splitlines():
         if not path.endswith(".py"):
             continue
-        stack: list[tuple[str, ast.AST]] = [("", ast.parse(git("show", f"{revision}:{path}")))]
+        tree = ast.parse(git("show", f"{revision}:{path}"))
+        modules = {alias.asname or alias.name for node in ast.walk(tree)
+                   if isinstance(node, ast.ImportFrom) for alias in node.names}
+        stack: list[tuple[str, ast.AST]] = [("", tree)]
         while stack:
             above, node = stack.pop()
             for child in ast.iter_child_nodes(node):
                 name = f"{above}{getattr(child, 'name', '')}"
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield name, ast.unparse(Bare().visit(child)), path
+                    yield name, bare(child, modules), path
                 elif isinstance(child, ast.ClassDef):
                     stack.append((f"{name}.", child))
 
@@ -68,8 +70,7 @@ def main() -> int:
         for name, body, path in functions(revision):
             count[name, body] += 1
             files[name, body] = path
-    for revision, mine in zip(sys.argv[1:], (found[0] - found[1], found[1] - found[0]),
-                              strict=True):
+    for revision, mine in zip(sys.argv[1:], (found[0] - found[1], found[1] - found[0])):
         for one, times in sorted(mine.items()):
             print(f"{revision} {files[one]}: {one[0]}" + f" ({times} times)" * (times > 1))
     return int(found[0] != found[1])

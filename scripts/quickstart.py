@@ -23,12 +23,12 @@ from typing import Any
 from moe_plugin.cli import figures
 from moe_plugin.cli.corpus import CorpusInfo, build_corpus, read_info
 from moe_plugin.cli.planning.launch import BYTES
-from moe_plugin.messages import progress
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.report.page import write_report
-from moe_plugin.regular_files import check_output, make_folder, open_append, write_regular
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import progress
+from moe_plugin.utils.regular_files import check_output, make_folder, open_append, write_regular
+from moe_plugin.utils.yaml_file import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """#!/usr/bin/env bash

@@ -23,7 +23,7 @@ from PIL import Image
 
 from moe_plugin.observe.history import RunRecord, read_run
 from moe_plugin.observe.report.page import render, render_comparison
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.utils.regular_files import output_folder, write_regular
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

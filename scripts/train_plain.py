@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.checkpoint import load, save
 from moe_plugin.comm import Comm, TorchComm
-from moe_plugin.comm.job_abort import claim_first_report, leave
+from moe_plugin.comm.watchdog import claim_first_report, leave
 from moe_plugin.config import ObserveConfig, RunConfig, with_overrides
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
-from moe_plugin.resilience.twins import TwinCheck
+from moe_plugin.training.resilience.twins import TwinCheck
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -201,7 +201,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Command line."""
     args = parse()
-    Path(args.out).mkdir(parents=True, exist_ok=True)
     gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
     if "RANK" in os.environ:
         dist.init_process_group(**gloo)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import settings
 
 from moe_plugin.kernels import kernels
-from moe_plugin.registry import KINDS
+from moe_plugin.utils.registry import KINDS
 
 # The same examples in every run, however busy the machine; `HYPOTHESIS_PROFILE=random` looks
 # for new ones.
@@ -101,7 +101,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """apex is installed and a CUDA device is there, as far as anybody can see: its stand-in
     computes on CPU. The names of the functions that are called.
     """
-    from moe_plugin.gradients import fused, multi_tensor
+    from moe_plugin.training.gradients import fused, multi_tensor
 
     folder = str(Path(__file__).with_name("fake_apex"))
     monkeypatch.syspath_prepend(folder)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.plain import part_name, read_index, write_index
+from moe_plugin.utils import checksums
 
 
 def former(value: Any) -> Any:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_plugin.messages import warn_once
+from moe_plugin.utils.messages import warn_once
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.kernels.expert_ffn import strategies
-from moe_plugin.pregate import link
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
+from moe_plugin.routing.pregate import link
 from tests.distributed import run_gloo
 from tests.routing.test_meta import MORE
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import LocalComm, run_simulated
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, from_dict
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.records import HostContext
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.routing.routers.topk import TopKRouter
 from tests.seeds import seeded
 

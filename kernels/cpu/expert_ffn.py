@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.expert_rows import RowCounts, RowPlan
-from moe_plugin.kernels.activations import ACTIVATIONS, Activation
+from moe_plugin.kernels.activations import ACTIVATIONS, Activation, first_derivative_only
 from moe_plugin.kernels.cpu.blocks import (
     BlockRows,
     GatheredRows,
@@ -42,12 +41,12 @@ from moe_plugin.kernels.cpu.blocks import (
 )
 from moe_plugin.kernels.cpu.native.functions import NativePasses, passes
 from moe_plugin.kernels.cpu.products import Products, products_of, row_rule
-from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
 from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads, MainGrad, WeightGrad
 from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.records import RowCounts, RowPlan
 
 # size of one value [N, F] of a block that stays in the cache between operations; measured
 BLOCK_BYTES = 4 << 20

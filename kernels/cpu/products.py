@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +25,28 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.cpu.native.functions import INT, INT64, POINTER, readable
+from moe_plugin.kernels.workspace import scratch
+
+# Of one piece in float32, which stays in the cache; measured. A whole copy goes through memory
+# twice, and where it is large through pages that the system clears first.
+PIECE_BYTES = 2 << 20
+PARTS = 4  # equal parts that a piece can be cut into, but for the last one
+
+
+def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(span, x[span] in `dtype`), piece after piece of a CPU tensor, all in the same memory.
+
+    x_ND: [N, D].
+    """
+    rows, width = x_ND.shape
+    size = max(1, PIECE_BYTES // max(1, width * dtype.itemsize))
+    if size > PARTS:
+        size -= size % PARTS
+    memory_MD = scratch("widened", (min(size, rows), width), x_ND, dtype)
+    for start in range(0, rows, size):
+        span = slice(start, min(rows, start + size))
+        yield span, memory_MD[:span.stop - start].copy_(x_ND[span])
+
 
 FEW = 8  # rows of an expert whose memory is small compared with that of its weights
 MOST_ADDED = 11  # rows that `RowRule.fast` adds at most

@@ -19,9 +19,8 @@ from typing import Any, List, Optional
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.expert_rows import DeviceCounts, RowCounts, RowPlan
+from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
-from moe_plugin.kernels.derivatives import first_derivative_only
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
     expert_bias_grad,
@@ -35,10 +34,10 @@ from moe_plugin.kernels.fp8 import FP8
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rounded import RoundedCall, RoundedProducts, rounded_call
-from moe_plugin.kernels.row_weight_grads import RowWeightGrads
 from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
-from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads, RowWeightGrads
+from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_plugin.kernels.gpu import grouped_gemm as gg
 from moe_plugin.kernels.gpu import weight_grads as wg
 from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, needs_upcast, pointer
-from moe_plugin.kernels.gpu.descriptors import copies_tiles, row_tiles, weight_tiles
+from moe_plugin.kernels.gpu.grouped_gemm import copies_tiles, row_tiles, weight_tiles
 from moe_plugin.kernels.gpu.tilings import (
     LEAST_PART,
     WEIGHT_REGISTERS,

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from moe_plugin.kernels.fp8 import BLOCK, LARGEST, SMALLEST_SCALE
 from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, pointer
-from moe_plugin.kernels.gpu.descriptors import row_tiles, weight_tiles
 from moe_plugin.kernels.gpu.expert_matmul import programs
-from moe_plugin.kernels.gpu.grouped_gemm import load_rows, load_weights, rows_at, tile_at, with_bias
+from moe_plugin.kernels.gpu.grouped_gemm import (
+    load_rows,
+    load_weights,
+    row_tiles,
+    rows_at,
+    tile_at,
+    weight_tiles,
+    with_bias,
+)
 from moe_plugin.kernels.gpu.tilings import FP8_REGISTERS, FP8_TILING, chip_of
 from moe_plugin.kernels.groups import RowGroups
 

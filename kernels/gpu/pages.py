@@ -52,7 +52,7 @@ def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl
 
 
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
-    """See `moe_plugin.kernels.pages.write_pages`."""
+    """See `moe_plugin.kernels.groups.write_pages`."""
     size = pages_SP.shape[1]
     if x_N.shape[0]:
         write_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](
@@ -63,7 +63,7 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 
 def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
                enough: Tensor) -> Tensor:
-    """See `moe_plugin.kernels.pages.read_pages`."""
+    """See `moe_plugin.kernels.groups.read_pages`."""
     size, x_N = pages_SP.shape[1], pages_SP.new_empty(length)
     if length:
         read_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](

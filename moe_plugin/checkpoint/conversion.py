@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     WriteProgress,
+    check_pair,
     convert,
     formats,
 )
@@ -35,8 +35,8 @@ from moe_plugin.checkpoint.source import (
     cast,
     refuse_damaged,
 )
-from moe_plugin.checksums import ReadSums, summed
-from moe_plugin.regular_files import move_into_place, write_remedy, write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import move_into_place, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
 PLAN = "conversion.json"  # in the written folder
@@ -53,8 +53,6 @@ class Conversion:
         layout: its sizes.
         model_only: leave optimizer state out.
         force: replace another folder at `target`.
-        pattern: of the layers of a hybrid model of Megatron (`formats.megatron.hybrid`), as which
-            it is written; empty: as a GPT model; None: as it is.
         advance: called with the number of bytes that are verified, kept or written; by several
             threads.
         kept: files that an interrupted conversion had completed.
@@ -67,7 +65,6 @@ class Conversion:
     model_only: bool = False
     force: bool = False
     advance: Callable[[int], None] = lambda _: None
-    pattern: str | None = None
     kept: list[str] = field(default_factory=list)
 
     @property
@@ -83,18 +80,19 @@ class Conversion:
                 disk is full, or something else is at the target.
             ValueError: the layout does not fit.
         """
+        check_pair(self.source.format, self.to)
         formats.get(self.to)().check(replace(self.layout, dtype=None))
         plan = self._plan()
         if self._is_there(plan):
             return False
         view = self._view()
-        sealed = [path for path in self.source.files() if checksums.seal_of(path) is not None]
         if unsealed := self.source.unsealed():
             logger.warning("%d of %d files of the %s checkpoint have no checksum (such as %s): "
                            "damage in them goes unnoticed", len(unsealed),
                            len(self.source.files()), self.source.format, unsealed[0])
         try:
-            self._write(view, plan, sealed)
+            self._verify()
+            self._write(view, plan)
         except OSError as error:
             kept = (f"what is complete stays in {str(self.scratch)!r} and is used again; "
                     if self.scratch.is_dir() else "")
@@ -110,8 +108,7 @@ class Conversion:
         layout = {name: str(value) for name, value in asdict(self.layout).items()
                   if value is not None}
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
-                "model_only": self.model_only,
-                **({} if self.pattern is None else {"pattern": self.pattern})}
+                "model_only": self.model_only}
 
     def _is_there(self, plan: Mapping[str, Any]) -> bool:
         if not self.target.exists():
@@ -126,24 +123,17 @@ class Conversion:
     def _view(self) -> Source:
         dtype = self.layout.dtype
         source = self.source if dtype is None else self.source.decoded(dtype)
-        if self.pattern is not None:
-            from moe_plugin.checkpoint.formats.megatron.hybrid import as_gpt, with_pattern
-
-            source = as_gpt(source)
         view = convert(without_optimizer(source) if self.model_only else source, self.to)
-        if self.pattern:
-            view = with_pattern(view, self.pattern)
         if dtype is None:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
 
-    def _verify(self, sums: Mapping[Path, ReadSums]) -> None:
-        """What was converted, and the rest of its files."""
+    def _verify(self) -> None:
         for path in self.source.files():
-            refuse_damaged([path], sums[path].crc_of if path in sums else None)
+            refuse_damaged([path])
             self.advance(path.stat().st_size)
 
-    def _write(self, view: Source, plan: Mapping[str, Any], sealed: Sequence[Path]) -> None:
+    def _write(self, view: Source, plan: Mapping[str, Any]) -> None:
         scratch, progress = self.scratch, _Progress(self, plan)
         if not progress.finished:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -151,13 +141,8 @@ class Conversion:
         for path in sorted(scratch.rglob("*")):  # of an interrupted file
             if path.is_file() and str(path.relative_to(scratch)) not in {*progress.finished, PLAN}:
                 path.unlink()
-        with summed(sealed) as sums, _one_thread():  # blocks are small
+        with checksums.verified(self.source.files()), _one_thread():  # blocks are small
             formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None), progress)
-        try:
-            self._verify(sums)
-        except CheckpointError:
-            shutil.rmtree(scratch)  # made of damaged values
-            raise
         move_into_place(scratch, self.target)
 
 

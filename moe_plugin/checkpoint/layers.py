@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
+from moe_plugin.checkpoint.formats.base import convert
+from moe_plugin.checkpoint.formats.huggingface.files import write_safetensors
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.reshard import merge, window_of_rank
 from moe_plugin.checkpoint.source import (
@@ -16,12 +21,60 @@ from moe_plugin.checkpoint.source import (
     Source,
     part_of,
 )
+from moe_plugin.checkpoint.torch_files import SealedWriter
 from moe_plugin.comm.group import advice
+from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
+from moe_plugin.experts.former_names import current_name
 from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.experts.stored import stored_names, without_values
-from moe_plugin.records import Placement
+from moe_plugin.utils.regular_files import check_output, half_of, write_remedy
+
+
+def write_experts(source: Source, path: str | os.PathLike[str],
+                  advance: Callable[[int], None] = lambda _: None) -> None:
+    """Write the experts of all layers, block by block; the file gets its name when it is complete.
+
+    Args:
+        source: of any format, see `formats.open_source`.
+        path: of the file, ending in `.safetensors`.
+        advance: called with bytes as they are written.
+    Raises:
+        CheckpointError: the checkpoint has no feed-forward experts, or the file cannot be written.
+    """
+    view, path = convert(source, "plain"), check_output(path)
+    names = [name for field, name in view.entries if field == MODEL
+             and name.rpartition(".")[2] in SHARD_AXIS and ".experts." in f".{name}"]
+    if not names:
+        raise CheckpointError(f"the {source.format} checkpoint has no feed-forward experts to "
+                              f"write to {str(path)!r}; give that of a model with MoE layers")
+    half = half_of(path)
+    try:
+        with SealedWriter(advance) as writer:
+            write_safetensors(writer, half, view, names)
+        os.replace(half, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error.strerror}); "
+                              f"{write_remedy(error, Path(path).parent)}") from error
+    finally:
+        half.unlink(missing_ok=True)
+
+
+class FormerNamesPlanner(DefaultLoadPlanner):
+    """Reads experts' biases under the names that they have in the folder, present or former:
+    `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
+    """
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        """See `LoadPlanner`."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = {current_name(name): name for name in metadata.state_dict_metadata}
+        self.state_dict, self.mappings = (
+            {stored.get(name, name): value for name, value in column.items()}
+            for column in (self.state_dict, self.mappings))
+
 
 # below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too
 LAYER_NAMES = {

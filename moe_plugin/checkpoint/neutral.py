@@ -50,11 +50,10 @@ from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
     Source,
-    View,
     cast,
     filled,
 )
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 NEUTRAL = "neutral"  # `Source.format` of views with these names
 
@@ -96,7 +95,7 @@ class DecoderSettings:
         positions: "rotary" (with `rotary_base`), "learned", "sinusoidal" or "none".
         rotary_part: of a head's width, what is turned; the rest comes behind it.
         tied: the output matrix is the embedding.
-        embed_scale: embeddings (not positions) are multiplied by it; see `without_embed_scale`.
+        embed_scale: embeddings (not positions) are multiplied by it.
         top_k: experts per token; 0 without MoE layers.
         router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings;
             `normalize_top_k`: the chosen ones are divided by max(sum + `normalize_add`,
@@ -238,34 +237,6 @@ def check_names(names: Any) -> None:
         if not NAMES.fullmatch(name):
             raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become "
                                   "another format's; convert to the checkpoint's own format")
-
-
-def without_embed_scale(source: Source) -> Source:
-    """A neutral source whose embedding has its scale in it; the output matrix, where it was tied to
-    the embedding, is a tensor of its own then.
-
-    The numbers are the same, up to rounding where the scale is no power of two. Training goes
-    another way, so that optimizer state does not carry over.
-
-    Raises:
-        CheckpointError: there is optimizer state.
-    """
-    model = DecoderSettings.from_dict(source.values["model"])
-    if model.embed_scale == 1.0:
-        return source
-    if any(field != MODEL for field, _ in source.entries):
-        raise CheckpointError(
-            f"embed_scale={model.embed_scale:g}: the other format has no factor on embeddings, so "
-            "that it goes into their weights, which the optimizer's state does not fit then; "
-            "convert the model alone (--model-only), or train with --no-scale-embedding")
-    derived = {key: source.tensor(key) for key in source.entries}
-    embed = derived[MODEL, "embed.weight"]
-    if model.tied:
-        derived[MODEL, "output.weight"] = embed.renamed("output.weight")
-    derived[embed.key] = replace(embed, read=lambda window: (
-        embed.read(window).double() * model.embed_scale).to(embed.entry.dtype))
-    changed = replace(model, embed_scale=1.0, tied=False)
-    return View(source, derived.values(), values={**source.values, "model": changed.to_dict()})
 
 
 def zeros(like: Derived, name: str) -> Derived:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.precision import marked
+from moe_plugin.checkpoint.name_table import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     Derived,

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint.reshard import window_of_rank
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.agreement import agree
+from moe_plugin.comm.placement import Placement, check_shards
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.dtensors import is_sharded
+from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.experts.marks import mark_expert
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.resharding import TensorLayout
-from moe_plugin.records import Placement, check_shards
+from moe_plugin.utils.dtensors import is_sharded
 
 # what a layer has of its group; its router and experts are moved one by one
 _OF_THE_GROUP = ("comm", "config", "placement", "tokens", "layouts", "capacity", "ddp_check")

@@ -1,7 +1,7 @@
 """Checkpoints of plain PyTorch training: a directory, written completely or not at all, read at any
 number of ranks. Its files are described in `moe_plugin.checkpoint.formats.plain`.
 
-Every file has a checksum (`moe_plugin.checksums`), verified before anything is loaded.
+Every file has a checksum (`moe_plugin.utils.checksums`), verified before anything is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import torch_files
 from moe_plugin.checkpoint.formats.plain import (
     check_part,
@@ -31,11 +30,13 @@ from moe_plugin.checkpoint.formats.plain import (
 from moe_plugin.checkpoint.reshard import moe_layers
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError, Derived
 from moe_plugin.comm.base import Comm, LocalComm
-from moe_plugin.dtensors import is_sharded, sharded_as
+from moe_plugin.comm.group import advice
 from moe_plugin.experts import Experts
 from moe_plugin.memory.experts.stored import stored_names, without_values
-from moe_plugin.messages import short
-from moe_plugin.regular_files import move_into_place, write_remedy
+from moe_plugin.utils import checksums
+from moe_plugin.utils.dtensors import is_sharded, sharded_as
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import move_into_place, write_remedy
 
 logger = logging.getLogger(__name__)
 # of shapes by name, as the checkpoint has them, and its `extra`
@@ -148,12 +149,10 @@ def _together(comm: Comm, target: Path) -> Iterator[None]:
         yield
     except Exception as caught:  # of any kind: the other ranks must know
         error = caught
-    failed = [
-        rank for rank, bad in enumerate(
-            comm.agree_max(
-                [float(error is not None and rank == comm.rank) for rank in range(comm.size)]))
-        if bad
-    ]
+    with advice("a rank may still be writing its part: on a slow disk raise comm.timeout_s"):
+        bad = comm.agree_max([float(error is not None and rank == comm.rank)
+                              for rank in range(comm.size)])
+    failed = [rank for rank, is_bad in enumerate(bad) if is_bad]
     if error is not None:
         # a ValueError of ours has its own remedy
         remedy = "" if isinstance(error, ValueError) else f"; {write_remedy(error, target.parent)}"

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.messages import short
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
 
 # (field, name): field "model", or an optimizer field such as "exp_avg", "exp_avg_sq", "master"
 Key = tuple[str, str]
@@ -58,14 +58,14 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
         raise CheckpointError(f"{what} ({kind}{short(error, 500)}); {remedy}") from error
 
 
-def refuse_damaged(paths: Iterable[Path], crc: Callable[[Any, int], int] | None = None) -> None:
+def refuse_damaged(paths: Iterable[Path]) -> None:
     """`CheckpointError` that names the first of these files that is not what was written; files
-    without a checksum, and those that are missing, are not verified. crc: see `checksums.verify`.
+    without a checksum, and those that are missing, are not verified.
     """
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
                                    "use another checkpoint"):
-            checksums.verify(path, crc)
+            checksums.verify(path)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
-from moe_plugin.checkpoint.file_workers import FileWorkers
-from moe_plugin.checkpoint.read_windows import read_strided
+from moe_plugin.checkpoint.file_workers import FileWorkers, read_strided
 from moe_plugin.checkpoint.source import (
     CheckpointError,
     Derived,
@@ -31,9 +29,10 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
     window_shape,
 )
-from moe_plugin.checksums import FirstRead, sums_of
-from moe_plugin.messages import short
-from moe_plugin.regular_files import begin_writing
+from moe_plugin.utils import checksums
+from moe_plugin.utils.checksums import FirstRead
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import begin_writing
 
 BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; fits in a cache
 FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
@@ -65,9 +64,8 @@ class StoredTensor:
         try:
             self._check()
             with open(self.path, "rb", buffering=0) as file:
-                sums = sums_of(self.path)
                 return read_strided(file.fileno(), first, window_shape(window), self.stride,
-                                    self.entry.dtype, None if sums is None else sums.add)
+                                    self.entry.dtype)
         except (OSError, EOFError, checksums.DamagedFile) as error:
             raise CheckpointError(f"checkpoint file {str(self.path)!r} cannot be read "
                                   f"({short(error)}); use another checkpoint") from error

@@ -18,7 +18,7 @@ import torch
 from torch import _weights_only_unpickler as of_torch
 from torch.serialization import get_safe_globals, safe_globals
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 FLAG = "--trust-checkpoint"
 torch_load = torch.load  # a host's process may restrict the name in torch itself

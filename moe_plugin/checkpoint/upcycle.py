@@ -41,8 +41,8 @@ from moe_plugin.checkpoint.source import (
     stacked,
     transposed,
 )
-from moe_plugin.messages import short
-from moe_plugin.regular_files import write_remedy
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import write_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Upcycling:
             1; the routed experts give the rest.
         shared_gate: with Qwen2-MoE's gate.
         every: every so many layers become MoE layers, the last of each run; 1: all.
+        encoder_every, decoder_every: the same of one stack of a translation model, 0: none of its
+            layers; None: as `every`.
         router_std: standard deviation of the routers' random rows.
         seed: of them.
     """
@@ -69,6 +71,8 @@ class Upcycling:
     shared: float = 0.0
     shared_gate: bool = False
     every: int = 1
+    encoder_every: int | None = None
+    decoder_every: int | None = None
     router_std: float = 0.02
     seed: int = 0
 
@@ -85,6 +89,8 @@ class Upcycling:
                 ("shared_gate", not self.shared_gate or self.shared > 0,
                  "false without a shared expert", "set shared, e.g. 0.5"),
                 ("every", self.every >= 1, "at least 1", "use 1 for all layers"),
+                *((name, (getattr(self, name) or 0) >= 0, "at least 0", "use 0 for no layer")
+                  for name in ("encoder_every", "decoder_every")),
                 ("router_std", self.router_std > 0, "above 0", "use 0.02")):
             if not fits:
                 value = getattr(self, name)  # a field of this dataclass
@@ -100,23 +106,36 @@ def upcycle(source: Source, plan: Upcycling) -> View:
         CheckpointError: it has MoE layers already, or no MLP that can become experts.
     """
     settings = DecoderSettings.from_dict(source.values["model"])
-    if source.layers or settings.top_k:
-        raise CheckpointError(f"{next(iter(source.layers), 'the model')!r} already has experts; "
-                              "give a dense model")
+    refuse_experts(source, settings.top_k)
+    if (plan.encoder_every, plan.decoder_every) != (None, None):
+        raise CheckpointError("the model has no encoder: encoder_every and decoder_every are for "
+                              "translation models of fairseq; use every")
     mlps = _mlps(source)
     last = max(mlps, default=-1)
     chosen = {layer for layer in mlps if (layer + 1) % plan.every == 0}
     if not chosen:
         raise CheckpointError(f"no layer becomes an MoE layer: every={plan.every}, and the model "
                               f"has MLPs in layers up to {last}; use a smaller --every")
-    if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
-        logger.info("left out: %s of the optimizer, which a model of experts starts from zero",
-                    ", ".join(left_out))
+    tell_left_out(source)
     values = {**source.values, "model": replace(
         settings, top_k=plan.top_k, router="softmax", normalize_top_k=True,
         router_scale=1.0).to_dict()}
     layers = {f"layers.{layer}.moe.": {"num_experts": plan.experts} for layer in sorted(chosen)}
     return View(source, _tensors(source, plan, mlps, chosen), values=values, layers=layers)
+
+
+def refuse_experts(source: Source, top_k: int = 0) -> None:
+    """`CheckpointError` for a model that has MoE layers."""
+    if source.layers or top_k:
+        raise CheckpointError(f"{next(iter(source.layers), 'the model')!r} already has experts; "
+                              "give a dense model")
+
+
+def tell_left_out(source: Source) -> None:
+    """Log which parts of a checkpoint the new one does not have."""
+    if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
+        logger.info("left out: %s of the optimizer, which a model of experts starts from zero",
+                    ", ".join(left_out))
 
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
@@ -139,13 +158,23 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, De
             continue
         yield source.tensor(key)
     for layer in sorted(chosen):
-        yield from _moe(mlps[layer], plan, layer)
+        yield from moe_tensors(mlps[layer], plan, layer, f"layers.{layer}.moe.")
 
 
-def _moe(mlp: Mapping[str, Derived], plan: Upcycling, layer: int) -> Iterator[Derived]:
-    prefix, inner = f"layers.{layer}.moe.", mlp["w_in.weight"].entry.shape[0]
+def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
+                prefix: str) -> Iterator[Derived]:
+    """The tensors of the MoE layer that an MLP becomes, by neutral names.
+
+    Args:
+        mlp: tensors of the MLP by their neutral names below it.
+        layer: a number that no other MoE layer has: the seed of its router.
+        prefix: of the names.
+    Raises:
+        CheckpointError: the MLP cannot be cut into so many pieces.
+    """
+    inner = mlp["w_in.weight"].entry.shape[0]
     if inner % plan.granularity:
-        raise CheckpointError(f"layer {layer}: inner width {inner} is not a multiple of "
+        raise CheckpointError(f"{prefix}: inner width {inner} is not a multiple of "
                               f"granularity={plan.granularity}; choose a divisor")
     yield _router(mlp["w_in.weight"], plan, layer).renamed(prefix + "router.weight")
     for part in ("w_in", "w_gate", "w_out"):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import printable, short
+from moe_plugin.utils.messages import printable, short
 
 SIZES = {
     "world": "ranks in total (fairseq: data-parallel ranks)", "ep": "expert-parallel ranks",
@@ -120,9 +120,6 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                    help="of the model's tensors (default: as they are); optimizer state keeps its")
     p.add_argument("--model-only", action="store_true", help="leave optimizer state out")
-    p.add_argument("--hybrid-layer-pattern", metavar="PATTERN",
-                   help="of Megatron: write the layers of a HybridModel, such as '*E*E' or '*E|*-' "
-                        "(docs/megatron_models.md); gpt: those of a GPT model")
     p.add_argument("--force", action="store_true", help="replace another folder at OUT")
 
 
@@ -132,10 +129,9 @@ def reshard(args: argparse.Namespace) -> int:
 
     from moe_plugin.checkpoint.conversion import Conversion
     from moe_plugin.checkpoint.formats.base import CheckpointSizes, formats, open_source
-    from moe_plugin.messages import progress
     from moe_plugin.planner.units import show_size, show_time
+    from moe_plugin.utils.messages import progress
 
-    pattern = "" if args.hybrid_layer_pattern == "gpt" else args.hybrid_layer_pattern
     layout = CheckpointSizes(**{name: vars(args)[name] for name in SIZES},
                              dtype=args.dtype and getattr(torch, args.dtype))
     start = time.perf_counter()
@@ -145,7 +141,7 @@ def reshard(args: argparse.Namespace) -> int:
         writes = formats.get(to)().nbytes(source, layout)
         with progress(reads + writes, "reshard", unit="B") as bar:
             conversion = Conversion(source, args.target, to, layout, args.model_only, args.force,
-                                    bar.update, pattern)
+                                    bar.update)
             written = conversion.run()
         origin = source.format
     if not written:
@@ -190,6 +186,10 @@ def upcycle_options(p: argparse.ArgumentParser) -> None:
                    help="give the shared expert a gate, as Qwen2-MoE has it")
     p.add_argument("--every", type=int, default=1, metavar="N",
                    help="make every Nth layer an MoE layer (default: 1, all)")
+    for stack in ("encoder", "decoder"):
+        p.add_argument(f"--{stack}-every", type=int, metavar="N",
+                       help=f"the same of the {stack} of a fairseq translation model, 0: no layer "
+                            "of it (default: as --every)")
     p.add_argument("--router-std", type=float, default=0.02, metavar="STD",
                    help="standard deviation of the routers' initial weights (default: 0.02)")
     p.add_argument("--seed", type=int, default=0, help="of the routers (default: 0)")
@@ -200,18 +200,22 @@ def upcycle_options(p: argparse.ArgumentParser) -> None:
 def upcycle(args: argparse.Namespace) -> int:
     """A dense checkpoint becomes a Mixture of Experts."""
     from moe_plugin.checkpoint.formats.all import formats
-    from moe_plugin.checkpoint.formats.base import convert, detect, open_source
+    from moe_plugin.checkpoint.formats.base import check_pair, convert, detect, open_source
+    from moe_plugin.checkpoint.formats.fairseq import upcycling
     from moe_plugin.checkpoint.neutral import NEUTRAL
     from moe_plugin.checkpoint.upcycle import Upcycling, write_new
     from moe_plugin.checkpoint.upcycle import upcycle as upcycled
 
     plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
                      shared=args.shared, shared_gate=args.shared_gate, every=args.every,
+                     encoder_every=args.encoder_every, decoder_every=args.decoder_every,
                      router_std=args.router_std, seed=args.seed)
     name = args.origin or detect(args.source, args.trust)
     to = formats.get(args.to or name)()
+    check_pair(name, to.name)
     with open_source(args.source, name, args.trust) as source:
-        made = upcycled(convert(source, NEUTRAL), plan)
+        made = (upcycling.upcycle(source, plan) if upcycling.translates(source) else
+                upcycled(convert(source, NEUTRAL), plan))
         write_new(convert(made, to.name), to, args.target)
     print(f"{args.target}: {len(made.layers)} MoE layers of {plan.experts} experts, "
           f"{plan.top_k} per token, format {to.name}")

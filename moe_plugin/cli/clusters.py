@@ -10,8 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from moe_plugin.checkout import laboratory
-from moe_plugin.regular_files import check_output, write_regular
+from moe_plugin.utils.checkout import laboratory
+from moe_plugin.utils.regular_files import check_output, write_regular
 
 
 def calibrate_options(p: argparse.ArgumentParser) -> None:
@@ -180,8 +180,7 @@ def simulate_routing(args: argparse.Namespace) -> int:
     from moe_plugin.cli.links import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces
-    from moe_plugin.planner.cluster import load_cluster
-    from moe_plugin.planner.device import load_device
+    from moe_plugin.planner.cluster import load_cluster, load_device
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.routing_replay import as_dict, explain, replay
 

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_output, make_folder, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_output, make_folder, write_regular
 
 SPLITS = ("train", "valid", "test")
 _SKIPPED = {

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_output, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_output, write_regular
 
 # ticks in each decade, for an axis of less than so many
 STEPS = ((0.4, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from moe_plugin.messages import short
 from moe_plugin.planner.units import parse_rate, parse_time
+from moe_plugin.utils.messages import short
 
 _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin import __version__
-from moe_plugin.checkout import laboratory
-from moe_plugin.messages import Parser, printable, short
-from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden, own_log
+from moe_plugin.utils.checkout import laboratory
+from moe_plugin.utils.messages import Parser, printable, short
+from moe_plugin.utils.quiet import FAIRSEQ, MEGATRON, hidden, own_log
 
 _LINE = 2000  # characters of an error
 

@@ -11,11 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.plan_memory import OF_SIZES, given_options, plan_memory
 from moe_plugin.cli.planning.launch import CONFIG, HOSTS, LINE, LaunchCommand
-from moe_plugin.messages import short
-from moe_plugin.planner.prediction import FILE, Prediction, dump_prediction
-from moe_plugin.regular_files import check_output, make_folder, write_regular
+from moe_plugin.cli.schedule import OF_SIZES, given_options, plan_memory
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_output, make_folder, write_regular
 
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
 
@@ -71,11 +70,6 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
                    help="with --scale: experts grow with the ranks (default: %(default)s)")
-    p.add_argument("--history", type=Path, nargs="?", const=Path("runs"), default=None,
-                   metavar="DIR",
-                   help="instead: how far predictions were off, over the runs in a folder "
-                        "(default: %(const)s) that were compared with theirs "
-                        "(observe.prediction)")
     group = p.add_argument_group("memory of one device, in place of parallel sizes")
     group.add_argument("--memory", default=None, metavar="SIZE",
                        help="the device's memory, e.g. 8GiB. With --profile: choose which blocks "
@@ -123,9 +117,7 @@ def plan(args: argparse.Namespace) -> int:
         check_output(args.trace)
     if args.memory is None and (given := given_options(args, ("link", "tokens"))):
         raise ValueError(f"--{given[0]} goes with --memory, --model and --device; leave it out")
-    if args.history is not None:
-        _history(args)
-    elif args.pipeline is not None:
+    if args.pipeline is not None:
         _plan_pipeline(args)
     elif args.prefill is not None or args.kernels is not None:
         _plan_prefill(args)
@@ -146,13 +138,10 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 def _plan_sizes(args: argparse.Namespace) -> None:
     """TP, EP, ETP, DP, PP, layout and all-to-all."""
-    from moe_plugin.cli.planning.explain import breakdown, explain
-    from moe_plugin.planner.cluster import load_cluster
-    from moe_plugin.planner.device import load_device
+    from moe_plugin.cli.planning.explain import breakdown, explain, predicted
+    from moe_plugin.planner.cluster import load_cluster, load_device
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.model_search import Space, search
-    from moe_plugin.planner.predicted_step import basis, predicted_step, unmeasured
-    from moe_plugin.planner.units import show_time
 
     for name in ("model", "cluster", "device"):
         if getattr(args, name) is None:
@@ -173,56 +162,49 @@ def _plan_sizes(args: argparse.Namespace) -> None:
         return _scale(args, model, cluster, device)
     space = Space(data_parallel_only=args.host == "fairseq")
     found = search(model, cluster, device, space, keep=args.top)
-    best, why = found.plans[0], basis(cluster, device)
-    estimate = unmeasured(best, cluster, device)
+    best = found.plans[0]
     if args.json:
         print(json.dumps({
-            "plans": [breakdown(c) for c in found.plans], "low": estimate.low,
-            "high": estimate.high, "basis": why, "tried": found.tried,
-            "skipped": found.skipped, "too_big": found.too_big
+            "plans": [breakdown(c) for c in found.plans], "tried": found.tried,
+            "skipped": found.skipped, "too_big": found.too_big,
+            "fit_errors": {"device": device.fit_error, "cluster": cluster.fit_error}
         }, indent=1))
     else:
         print(explain(model, cluster, device, found, space))
-        print(f"\npredicted step: {show_time(best.seconds)}, {show_time(estimate.low)} to "
-              f"{show_time(estimate.high)} ({why}); without the optimizer and what hosts do "
+        print(f"\n{predicted(best, cluster, device)}, without the optimizer and what hosts do "
               "besides layers. `moe-plugin recommend` measures these ranks.")
     if args.plot:
         _plot_plans(args.plot, found.plans)
     if args.write:
         start = LaunchCommand(data=args.data or LaunchCommand.data)
         make_folder(args.write)
-        text = write_plan(args, args.write, model, best, cluster, device, start,
-                          predicted_step(model, estimate, args.host, device.name, why))
+        text = write_plan(args, args.write, model, best, cluster, device, start)
         if not args.json:
             print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, which trains it:\n"
                   f"{text}")
 
 
 def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cluster: Any,
-               device: Any, start: LaunchCommand, prediction: Prediction,
-               activations: Sequence[str] = (), doubts: Sequence[str] = ()) -> str:
-    """Write a plan's YAML, launch script and prediction; returns the launch line.
+               device: Any, start: LaunchCommand, activations: Sequence[str] = ()) -> str:
+    """Write a plan's YAML and launch script; returns the launch line.
 
     Args:
         args: with the options of `host_options`.
         best: a `PlanCost`.
         start: what is not of the plan.
-        doubts: why the prediction should not be trusted; the files say it.
     """
+    from moe_plugin.cli.planning.explain import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml
     from moe_plugin.planner.plan_cost import needs_send
-    from moe_plugin.planner.units import show_time
 
-    note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}, predicted "
-            f"{show_time(prediction.seconds.middle)} per step."
-            + "".join(f" Low confidence: {doubt}." for doubt in doubts))
+    note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}; "
+            f"{predicted(best, cluster, device)}.")
     start = replace(start, nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                    config=folder / CONFIG, prediction=folder / FILE, script=args.script)
+                    config=folder / CONFIG, script=args.script)
     text = launch_text(launch_words(model, best.plan, args.host, start))
     write_regular(folder / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note,
                                              activations, keeps_send=needs_send(
                                                  model, cluster, device, best.plan)))
-    write_regular(folder / FILE, dump_prediction(prediction))
     write_regular(folder / LINE, launch_script(text, note))
     return text
 
@@ -269,19 +251,6 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
     lanes.set_xlabel(
         "ms of one MoE layer, forward and backward (orange: experts, blue: out, cyan: back)")
     save_figure(figure, path)
-
-
-def _history(args: argparse.Namespace) -> None:
-    """How far predictions were off."""
-    from moe_plugin.cli.planning.history import as_dict, explain
-    from moe_plugin.observe.history.reader import read_predictions
-
-    if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile", "pipeline", "prefill",
-                                     "kernels")):
-        raise ValueError(f"--{given[0]} is of another use of plan than --history; leave one of "
-                         "them out")
-    found = read_predictions(args.history)
-    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:

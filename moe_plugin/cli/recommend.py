@@ -14,24 +14,26 @@ from typing import TYPE_CHECKING
 
 from moe_plugin.cli.plan import check_counts, host_options, write_plan
 from moe_plugin.cli.planning.launch import CONFIG, LINE, LaunchCommand
-from moe_plugin.messages import short
-from moe_plugin.planner.prediction import FILE
-from moe_plugin.quiet import quiet
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.quiet import quiet
+from moe_plugin.utils.regular_files import output_folder, write_regular
 
 if TYPE_CHECKING:
     import torch
 
     from moe_plugin.comm import Comm
-    from moe_plugin.planner.cluster import Cluster
-    from moe_plugin.planner.device import Device
+    from moe_plugin.planner.cluster import Cluster, Device
     from moe_plugin.planner.measured import MeasuredNetwork, Processor, Record
     from moe_plugin.planner.model import ModelShape
     from moe_plugin.planner.plan_cost import PlanCost
 
 NETWORK, PROCESSOR = "network.json", "processor.json"
-FILES = (NETWORK, PROCESSOR, CONFIG, LINE, FILE)
-KEPT = 64  # plans that are ranked again after correction
+FILES = (NETWORK, PROCESSOR, CONFIG, LINE)
+LEFT_OUT = (
+    ", without the optimizer, what hosts do besides layers, data loading, logging, evaluation and "
+    "checkpoints; not searched: pipeline schedules (--pipeline-schedule auto measures them) and "
+    "swapped activations")
+KEPT = 64  # plans of which some may fit with layers recomputed
 
 
 def recommend_options(p: argparse.ArgumentParser) -> None:
@@ -39,7 +41,7 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
     p.description = (
         "Measures network and processors of the ranks it runs on (start it with torchrun, as the "
         "training), plans the model for them, and prints the launch line of the host with the "
-        "predicted step time, its spread and a confidence. What was measured is kept in --out.")
+        "predicted step time and how far the fits are off. What was measured is kept in --out.")
     p.add_argument("--model", type=Path, required=True, metavar="FILE",
                    help="model file (see configs/plans/)")
     host_options(p, "DATA", 4)
@@ -48,12 +50,6 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
                         "(default: %(default)s)")
     p.add_argument("--fresh", action="store_true",
                    help="measure again, although the folder has measurements that fit")
-    p.add_argument("--trust-fit", action="store_true",
-                   help="accept the plan, with a warning, where a fit is far off or the plan is "
-                        "far outside what was measured (default: it is written, with status 2)")
-    p.add_argument("--parts-only", action="store_true",
-                   help="run no steps of the host itself, which takes half a minute on a CPU: the "
-                        "prediction then leaves out what they take besides layers")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
                    help="plan for so many nodes (default: those that run)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
@@ -69,7 +65,7 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Measure, plan, judge, write, print. Only rank 0 prints and writes."""
+    """Measure, plan, write, print. Only rank 0 prints and writes."""
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
 
@@ -104,8 +100,7 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
     import torch
 
     from moe_plugin.cli.measure.own_cluster import grid_of, rank_memory
-    from moe_plugin.planner.cluster import Cluster
-    from moe_plugin.planner.device import Device
+    from moe_plugin.planner.cluster import Cluster, Device
     from moe_plugin.planner.units import parse_size
 
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -120,10 +115,9 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
     if processor is not None and comm.rank == 0:
         processor = dataclasses.replace(processor, device=dataclasses.replace(
             processor.device, memory_bytes=memory))
-        model = model if model.skew > 1 else dataclasses.replace(model, skew=processor.skew)
         cluster = (network.cluster if network else Cluster()).resized(*wanted)
-        _judge(args, model, _search(args, model, cluster, processor.device), network, processor,
-               cluster)
+        _write(args, model, _search(args, model, cluster, processor.device), cluster,
+               processor.device)
     return 0
 
 
@@ -139,7 +133,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
     """Plans that fit the memory, some of them with layers recomputed."""
     from moe_plugin.planner.all_to_all_cost import distinct
-    from moe_plugin.planner.device import MAX_NUMBER
+    from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
     from moe_plugin.planner.recompute import recomputed
 
@@ -162,7 +156,6 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
     """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
     nothing of what was kept; one rank has no network.
     """
-    from moe_plugin.cli.measure.host_steps import can_run, measure_host
     from moe_plugin.cli.measure.own_cluster import (
         about_network,
         about_processor,
@@ -179,14 +172,10 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
             network = measure_network(model, comm, grid, about, args.nics, args.repeats)
             if comm.rank == 0:
                 write_regular(args.out / NETWORK, dump(network))
-    host = args.host if not args.parts_only and can_run(
-        args.host, model, comm.size, device) else "none"
-    about = {**about_processor(model, comm, device, grid[1]), "host": host}
+    about = about_processor(model, comm, device)
     kept, processor = _kept(args, comm, Processor, PROCESSOR, about)
     if not kept:
-        processor = measure_processor(model, comm, device, memory, about, args.repeats, grid[1])
-        if host != "none":
-            processor = measure_host(host, processor, comm)
+        processor = measure_processor(model, comm, device, memory, about, args.repeats)
         if comm.rank == 0:
             write_regular(args.out / PROCESSOR, dump(processor))
     return network, processor
@@ -216,33 +205,24 @@ def _say(args: argparse.Namespace, line: str) -> None:
         print(line, flush=True)
 
 
-def _judge(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost],
-           network: MeasuredNetwork | None, processor: Processor, cluster: Cluster) -> None:
-    """Correct the predictions, write and print; refuse a plan that cannot be trusted."""
+def _write(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost], cluster: Cluster,
+           device: Device) -> None:
+    """Write the fastest plan, and print the plans with the step that is predicted."""
     import torch
 
-    from moe_plugin.cli.planning import advice
-    from moe_plugin.planner import trust
-    from moe_plugin.planner.predicted_step import BASIS, predicted_step
+    from moe_plugin.cli.planning.explain import breakdown, plan_lines, predicted
 
-    ratios = trust.residuals(network, processor)
-    estimates = trust.rank(model, plans, ratios, processor.timings,
-                           trust.host_share(network, processor, ratios))[: args.top]
-    best = estimates[0]
-    doubts = trust.doubts(model, best, network, processor, ratios)
-    if not args.json:
-        print("\n".join([*advice.measured_lines(network, processor, ratios), "",
-                         *advice.plan_lines(estimates), ""]), flush=True)
+    plans = sorted(plans, key=lambda cost: (cost.seconds, cost.plan))[: args.top]
+    best = plans[0]
     start = LaunchCommand(head=os.environ.get("MASTER_ADDR", "HEAD"), cpu=not _cuda(args),
                           threads=torch.get_num_threads(), data=args.data)
-    text = write_plan(args, args.out, model, best.cost, cluster, processor.device, start,
-                      predicted_step(model, best, args.host, processor.device.name, BASIS),
-                      best.cost.activations, doubts)
+    text = write_plan(args, args.out, model, best, cluster, device, start, best.activations)
     if args.json:
-        print(json.dumps({**advice.as_dict(model, estimates, ratios, doubts), "launch": text},
-                         indent=1))
-    else:
-        print("\n".join([*advice.verdict_lines(best, doubts), *advice.LEFT_OUT, "", text]),
-              flush=True)
-    if not args.trust_fit:
-        trust.refuse(doubts)
+        print(json.dumps({
+            "plans": [{**breakdown(c), "activations": list(c.activations)} for c in plans],
+            "fit_errors": {"device": device.fit_error, "cluster": cluster.fit_error},
+            "launch": text}, indent=1))
+        return
+    print("\n".join([f"processor: {device.name}, {device.flops / 1e9:,.1f} GFLOP/s, half of it at "
+                     f"{device.half_rows:.0f} rows", "", *plan_lines(plans), "",
+                     predicted(best, cluster, device) + LEFT_OUT, "", text]), flush=True)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.group import CommError, RankGroup, key_of
-from moe_plugin.comm.open_files import too_many
+from moe_plugin.comm.new_group import too_many
 from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 __all__ = ["Comm", "CommError", "Messages", "piece_lengths"]
 Messages = Sequence[tuple[int, Tensor]]

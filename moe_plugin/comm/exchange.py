@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.all_to_all_cost.phases import CostModel
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 

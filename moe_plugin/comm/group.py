@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from moe_plugin.comm.job_abort import reason
 from moe_plugin.comm.state import Counters, GroupState
 from moe_plugin.comm.topology import Topology
+from moe_plugin.comm.watchdog import reason
 
 _NUMBERS = itertools.count()
 UNEQUAL_TEXTS = (

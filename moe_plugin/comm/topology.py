@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 # variables in which launchers tell a process the index of its node (torchrun, Slurm)
 _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")

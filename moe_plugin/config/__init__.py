@@ -2,8 +2,7 @@
 users' own modules.
 """
 
-from moe_plugin.config.comm import CommConfig
-from moe_plugin.config.dispatch import DispatchConfig
+from moe_plugin.config.dispatch import CommConfig, DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.parallel import ParallelConfig, TunerConfig
 from moe_plugin.config.router import RouterConfig

@@ -34,7 +34,7 @@ from moe_plugin.config.options import (
     says_none,
 )
 from moe_plugin.config.tree import unread
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.run import RunConfig
 from moe_plugin.config.tree import flatten, to_dict
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 HOSTS = {"fairseq": "fairseq", "megatron": "Megatron", "pytorch": "a training loop of your own",
          "vision": "the training of images"}
@@ -37,7 +37,7 @@ LACKS: Mapping[tuple[str, str], Lack] = {
     ("pipeline.schedule", "vision"): _STAGES,
     ("swarm.role", "fairseq"): _STAGES,
     ("swarm.role", "pytorch"): Lack("its model is in one process", "make a "
-                                    "moe_plugin.resilience.swarm.Swarm and its peers"),
+                                    "moe_plugin.training.resilience.swarm.Swarm and its peers"),
     ("swarm.role", "vision"): _STAGES,
     ("offload.weights", "pytorch"): _ON_DEVICE,
     ("offload.weights", "vision"): _ON_DEVICE,

@@ -10,7 +10,7 @@ from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.options import check
 from moe_plugin.config.run import RunConfig
 from moe_plugin.config.tree import MoEConfig, flatten, to_dict, with_overrides
-from moe_plugin.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import alike, did_you_mean, short
 
 
 def named_config(model_dim: int, **settings: Any) -> MoEConfig:

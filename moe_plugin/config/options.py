@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar, cast
 
-from moe_plugin.messages import alike, cut, did_you_mean, removed, short
+from moe_plugin.utils.messages import alike, cut, did_you_mean, removed, short
 
 LARGEST = 2**63 - 1  # integer that torch takes
 # beyond any use; they keep loops and memory finite

@@ -14,8 +14,8 @@ from moe_plugin.config.options import (
     SettingsSection,
     option,
 )
-from moe_plugin.messages import short
-from moe_plugin.registry import KINDS
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.registry import KINDS
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from moe_plugin.config.options import MOST_RANKS, MOST_SECONDS, MOST_STEPS, SettingsSection, option
 
 # what reads them outside of fairseq and Megatron; the first beginning of a path counts
-_PEERS = "give it to moe_plugin.resilience.averaging_peers.peer_of"
+_PEERS = "give it to moe_plugin.training.resilience.averaging_peers.peer_of"
 READERS = {
     "offload.weights": "give it to moe_plugin.hosts.plain.streamed.streamed_trainer",
     "offload.average": _PEERS,
@@ -17,7 +17,7 @@ READERS = {
     "resize.": "call moe_plugin.checkpoint.resize.change_expert_parallel in your training loop, or "
                "use a host, fairseq or Megatron",
     "pipeline.": "use Megatron, which has pipeline stages",
-    "swarm.": "use moe_plugin.resilience.swarm.Swarm and its peers, or Megatron",
+    "swarm.": "use moe_plugin.training.resilience.swarm.Swarm and its peers, or Megatron",
     "": "give a RunConfig to moe_plugin.hosts.plain.run.TrainingSteps, or use a host, fairseq or "
         "Megatron",
 }
@@ -45,10 +45,6 @@ class ObserveConfig(SettingsSection):
         "training step of which rank 0 writes a timeline to the JSONL file (slows that step "
         "down); 0: none",
         flag="stats-timeline")
-    prediction: str | None = option(
-        None,
-        "file of what was predicted of a step (`moe-plugin plan` and `recommend` write it): some "
-        "steps are measured and compared with it, in the log and in one record", flag="prediction")
     trace: str | None = option(
         None,
         "folder to which each rank's choices in training are written, in the form of Megatron's "

@@ -19,9 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moe_plugin import determinism
-from moe_plugin.config.comm import CommConfig
-from moe_plugin.config.dispatch import DispatchConfig
+from moe_plugin.config.dispatch import CommConfig, DispatchConfig
 from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.options import (
     MOST_EXPERTS,
@@ -41,8 +39,9 @@ from moe_plugin.config.parallel import ParallelConfig, TunerConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.run import RunConfig, reader_of
 from moe_plugin.config.user_modules import import_user_modules
-from moe_plugin.messages import cut, short
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils import determinism
+from moe_plugin.utils.messages import cut, short
+from moe_plugin.utils.yaml_file import read_yaml
 
 
 @dataclass(kw_only=True)

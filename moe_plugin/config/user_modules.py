@@ -10,7 +10,7 @@ import importlib.util
 import os
 import sys
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 
 def import_user_modules(names: str | None) -> None:

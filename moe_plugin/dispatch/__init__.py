@@ -14,8 +14,7 @@ from moe_plugin.dispatch.deepep import DeepEPDispatcher, ElasticDeepEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.hybridep import HybridEPDispatcher
 from moe_plugin.dispatch.nccl_ep import NCCLDispatcher
-from moe_plugin.dispatch.padded import PaddedDispatcher, ParmS2Dispatcher
-from moe_plugin.dispatch.ragged import RaggedDispatcher
+from moe_plugin.dispatch.ragged import PaddedDispatcher, ParmS2Dispatcher, RaggedDispatcher
 from moe_plugin.dispatch.row_pages import PagedStash
 from moe_plugin.dispatch.rows import IndexSliceDispatcher
 from moe_plugin.dispatch.token_entry import TokenEntry

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch.rows_limit import RowsLimit
-from moe_plugin.expert_rows import Sent
 from moe_plugin.kernels import slot_index
 from moe_plugin.planner.spill import Counts, SpillPlan
-from moe_plugin.records import DispatchPlan, KeptRouting, Overlap, Placement, Routing
-from moe_plugin.registry import Registry
+from moe_plugin.records import DispatchPlan, KeptRouting, Overlap, Routing, Sent
+from moe_plugin.utils.registry import Registry
 
 SpillPlanner = Callable[[Counts], SpillPlan | None]  # rows by source rank and expert to a plan
 

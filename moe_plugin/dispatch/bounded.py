@@ -15,14 +15,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, dispatchers, expand
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece, count_rows, slot_positions
 from moe_plugin.dispatch.rows import inverse_permutation
-from moe_plugin.expert_rows import DeviceCounts
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.choices import running_count, slot_sources
-from moe_plugin.records import KeptRouting, Placement
+from moe_plugin.records import DeviceCounts, KeptRouting
 
 
 @dispatchers.register("bounded")

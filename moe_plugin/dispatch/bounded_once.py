@@ -31,9 +31,8 @@ from moe_plugin.dispatch.once import Forwarding, OncePiece, OncePlan, Sizes
 from moe_plugin.dispatch.once_nodes import NodePeers
 from moe_plugin.dispatch.pieces import count_rows, slot_positions
 from moe_plugin.dispatch.rows import sort_by_expert
-from moe_plugin.expert_rows import DeviceCounts
 from moe_plugin.kernels.choices import expert_load, slot_sources
-from moe_plugin.records import KeptRouting, RowPlan
+from moe_plugin.records import DeviceCounts, KeptRouting, RowPlan
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.dispatch.rows import positions, sort_by_expert
-from moe_plugin.expert_rows import RowCounts
 from moe_plugin.kernels.choices import expert_load, slot_sources, stable_order
-from moe_plugin.records import RowPlan
+from moe_plugin.records import RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:

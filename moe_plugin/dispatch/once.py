@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moe_plugin.comm.algorithms import algorithms
 from moe_plugin.comm.functional import all_to_all
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, Sent, expand
 from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, first_of_each
 from moe_plugin.dispatch.exchange import ExchangeDispatcher, by_piece
@@ -45,9 +46,9 @@ from moe_plugin.dispatch.ragged import spilled
 from moe_plugin.dispatch.rows import positions
 from moe_plugin.kernels import combine_rows, gather_rows, weigh_rows
 from moe_plugin.kernels.choices import expert_load
-from moe_plugin.machine import to_device
 from moe_plugin.planner.spill import SpillPlan
-from moe_plugin.records import ExpertRows, KeptRouting, Placement, RowPlan
+from moe_plugin.records import ExpertRows, KeptRouting, RowPlan
+from moe_plugin.utils.machine import to_device
 
 
 @dataclass(frozen=True)

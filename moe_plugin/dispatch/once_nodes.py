@@ -22,7 +22,7 @@ from moe_plugin.dispatch.once import (
     pairs_of,
 )
 from moe_plugin.dispatch.rows import positions
-from moe_plugin.machine import to_device
+from moe_plugin.utils.machine import to_device
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch.rows_limit import Limit, with_room
-from moe_plugin.kernels.pages import read_pages, write_pages
+from moe_plugin.kernels.groups import read_pages, write_pages
 from moe_plugin.kernels.triton_ops import INSTALLED
-from moe_plugin.machine import capturing, pinned_buffer
+from moe_plugin.utils.machine import capturing, pinned_buffer
 
 PAGE = 1 << 12  # elements; at most one page of a saved tensor is partly empty
 MIB = 1 << 20

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.functional import enter, sum_parts
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import (
     DispatchContext,
     Dispatcher,
@@ -29,10 +30,17 @@ from moe_plugin.dispatch.base import (
     dispatchers,
     fixed_slots,
 )
-from moe_plugin.expert_rows import DeviceCounts, RowCounts
 from moe_plugin.kernels.choices import expert_load, slot_sources, sorted_choices, stable_order
-from moe_plugin.machine import exporting
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Placement, Routing, RowPlan
+from moe_plugin.records import (
+    DeviceCounts,
+    DispatchPlan,
+    ExpertRows,
+    KeptRouting,
+    Routing,
+    RowCounts,
+    RowPlan,
+)
+from moe_plugin.utils.machine import exporting
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:

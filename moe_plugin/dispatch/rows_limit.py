@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
-from moe_plugin.machine import capturing
-from moe_plugin.records import Placement
+from moe_plugin.utils.machine import capturing
 
 ROOM = 1.25  # what was too small becomes what was needed, and this much more
 

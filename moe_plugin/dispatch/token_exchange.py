@@ -29,9 +29,8 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Sent, expand
 from moe_plugin.dispatch.rows import positions, sort_by_expert
-from moe_plugin.expert_rows import RowCounts
-from moe_plugin.kernels.derivatives import first_derivative_only
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan
+from moe_plugin.kernels.activations import first_derivative_only
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowCounts, RowPlan
 
 DEVICES, DTYPES = ("cuda",), (torch.bfloat16,)  # what all these packages' kernels take
 STEP = 64  # buffers grow by so many tokens; HybridEP's kernels take multiples of it

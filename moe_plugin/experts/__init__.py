@@ -1,11 +1,9 @@
 """Experts: parameters in one storage for all layouts, and how a rank computes its own."""
 
-from moe_plugin.experts.base import Experts, expert_kinds
+from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.custom import CustomExperts, build_device_experts
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
-from moe_plugin.experts.latent import LatentProjection
-from moe_plugin.experts.marks import expert_parameters, is_expert, mark_expert
-from moe_plugin.experts.shared import OverlappedWork, SharedExpert, add_residual
+from moe_plugin.experts.shared import LatentProjection, OverlappedWork, SharedExpert, add_residual
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.kernels.expert_ffn import apply_to_rows
-from moe_plugin.machine import memory_bytes
-from moe_plugin.records import ExpertRows, HostContext, Placement, RowCounts
+from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.utils.machine import memory_bytes
 
 
 class CustomExperts(Experts):

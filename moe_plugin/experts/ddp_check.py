@@ -8,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.experts.base import Experts
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import Experts, is_expert
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
 from moe_plugin.routing import RouterModule
 
@@ -134,7 +133,7 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
             raise ValueError(
                 f"DistributedDataParallel averages {name!r}, but every rank holds other experts: "
                 "must be left out; wrap the model by moe_plugin.ddp_model(model) instead, or call "
-                "moe_plugin.gradients.sync.exclude_experts(model) before wrapping it, and "
+                "moe_plugin.training.gradients.sync.exclude_experts(model) before wrapping it, and "
                 "sync_gradients after backward")
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.functional import all_gather
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.config.options import check
-from moe_plugin.dtensors import fill_, is_sharded
-from moe_plugin.experts.base import Experts, expert_kinds
+from moe_plugin.experts.base import Experts, expert_kinds, mark_expert
 from moe_plugin.experts.lora import (
     ADAPTER_AXIS,
     PLACES,
@@ -31,8 +31,7 @@ from moe_plugin.experts.lora import (
     column_lengths,
     with_factors,
 )
-from moe_plugin.experts.marks import mark_expert
-from moe_plugin.kernels.derivatives import transformed
+from moe_plugin.kernels.activations import transformed
 from moe_plugin.kernels.expert_ffn import (
     FFNParameters,
     Strategy,
@@ -43,8 +42,9 @@ from moe_plugin.kernels.expert_ffn import (
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.machine import exporting
-from moe_plugin.records import ExpertRows, HostContext, Placement
+from moe_plugin.records import ExpertRows
+from moe_plugin.utils.dtensors import fill_, is_sharded
+from moe_plugin.utils.machine import exporting
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from moe_plugin.dtensors import is_sharded
-from moe_plugin.experts.marks import expert_ranks
+from moe_plugin.experts.base import expert_ranks
+from moe_plugin.utils.dtensors import is_sharded
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

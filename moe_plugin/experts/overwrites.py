@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.dtensors import is_sharded
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
-from moe_plugin.machine import capturing
 from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.machine import capturing
 
 logger = logging.getLogger(__name__)
 # after 1, 3, 6, 12, ... steps: for any period of a few steps, experts that are averaged once in it
@@ -27,7 +27,7 @@ _CALLS = (2, 4, 7, 13, 25, 61, 121, 241)
 LAST_CALL = _CALLS[-1]
 VALUES = 256  # of the experts, and as many of the shared parameters: the sample of a rank
 AVERAGED = (f"{INSTEAD.partition(', and use')[0]}, or call "
-            "moe_plugin.gradients.sync.sync_gradients after backward")
+            "moe_plugin.training.gradients.sync.sync_gradients after backward")
 _APART = 0.05  # distance of experts, relative to their norms, at which they count as different
 
 

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from moe_plugin import checksums
 from moe_plugin.memory.tiers import TierTensor, read_values
-from moe_plugin.messages import short
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

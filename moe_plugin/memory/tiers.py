@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.memory.copier import Copier, Ticket
-from moe_plugin.regular_files import make_folder, read_at, write_remedy
+from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_plugin.observe.progress import first_step
+from moe_plugin.observe.watch import first_step
 
 __all__ = ["StatsRecorder", "first_step"]
 

@@ -204,20 +204,23 @@ def _over_bound(record: LayerRecord) -> float | None:
 
 
 def _without_loss(record: LayerRecord) -> float | None:
-    """`_over_bound` of a layer that has no loss; of another 0."""
+    """`_over_bound` of a layer whose load nothing keeps even; of another 0."""
     return _over_bound(record) if _has_no_loss(record) else 0.0
 
 
 def _has_no_loss(record: LayerRecord) -> bool:
-    """Whether that is known: without an entropy the router, and its losses, are not ours. The
-    z-loss (also under its name in Megatron) balances nothing.
+    """Whether nothing keeps the load even, and that is known: without an entropy the router, and
+    its losses, are not ours. The z-loss (also under its name in Megatron) balances nothing; a
+    router may declare that it needs no loss.
     """
-    balance = record.losses.keys() - {"z", "z_loss"}
+    balance = record.losses.keys() - {"z", "z_loss"} or record.self_balanced_calls
     return bool(record.load) and not balance and record.entropy is not None
 
 
 def _with_loss(record: LayerRecord) -> float | None:
-    """`_over_bound` of a layer that has a loss; where it has collapsed, which says more, 0."""
+    """`_over_bound` of a layer that has a loss, or a router that balances without one; where it has
+    collapsed, which says more, 0.
+    """
     if _has_no_loss(record):
         return 0.0
     collapsed = (_concentration(record) or 0.0) >= COLLAPSED_WAY

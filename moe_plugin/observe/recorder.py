@@ -31,11 +31,10 @@ from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.config import ObserveConfig, flatten, to_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.copier import Copier, CopyCounters, OnDevice
-from moe_plugin.observe.given import differing
 from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.history.json_lines import TRAINING, training_record
 from moe_plugin.observe.history.records import StepRecord
-from moe_plugin.observe.model_layers import listen_to
+from moe_plugin.observe.model_layers import differing, listen_to
 from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from moe_plugin.output import LayerStats
 
@@ -43,8 +42,10 @@ from moe_plugin.output import LayerStats
 FOLD_AT = 64
 # of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
-# what the host knows of each call; `capped`: calls with a capacity
-_HOST = ("calls", "bytes_sent", "rows", "rows_sent", "rows_between", "capacity", "capped", *_STORE)
+# what the host knows of each call; `capped`, `balanced`: calls with a capacity, and with a router
+# that balances without a loss
+_HOST = ("calls", "bytes_sent", "rows", "rows_sent", "rows_between", "capacity", "capped",
+         "balanced", *_STORE)
 _THREAD = threading.local()
 
 
@@ -97,7 +98,8 @@ class _Collected:
         self.pending.append(stats)
         self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=stats.rows,
                          rows_sent=stats.rows_sent, rows_between=stats.rows_between,
-                         capacity=stats.capacity or 0, capped=stats.capacity is not None)
+                         capacity=stats.capacity or 0, capped=stats.capacity is not None,
+                         balanced=stats.self_balanced)
         self.layouts.update([stats.layout] if stats.layout is not None else [])
         self.routers.update([stats.router] if stats.router is not None else [])
         self.collectives.update([stats.collectives] if stats.collectives is not None else [])
@@ -125,7 +127,7 @@ class _Collected:
         })
 
     def vector(self) -> Tensor:
-        """Everything that is summed over ranks, float64 [E + 4 + 14 + 2 * losses]."""
+        """Everything that is summed over ranks, float64 [E + 4 + 15 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
         host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
@@ -160,6 +162,7 @@ class _Collected:
             "rows_sent": int(host["rows_sent"]),
             "rows_between": int(host["rows_between"]),
             "capacity": host["capacity"] / host["capped"] if host["capped"] else None,
+            "self_balanced_calls": int(host["balanced"]),
             # agreed between ranks, so the same on all
             "layouts": dict(self.layouts),
             "decisions": self.decisions,

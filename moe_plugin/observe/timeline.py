@@ -18,9 +18,9 @@ from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.machine import wait_for_device
 from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.sinks import JsonlSink
+from moe_plugin.utils.machine import wait_for_device
 
 MARK = "moe-plugin layer "
 BACKWARD = "autograd::engine::evaluate_function: "

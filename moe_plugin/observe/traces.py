@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from moe_plugin.config import ObserveConfig
 from moe_plugin.layer import MoELayer, layers_in
-from moe_plugin.messages import short
 from moe_plugin.observe.recorder import marked_here
 from moe_plugin.records import Routing
-from moe_plugin.regular_files import check_input, check_output, make_folder
 from moe_plugin.routing import Router
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.forced import check_replaceable
 from moe_plugin.routing.replay import counts, inside_backward
+from moe_plugin.routing.rollouts import check_replaceable
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, check_output, make_folder
 
 Key = tuple[str, int | None, int]  # block, mtp_idx, layer
 

@@ -21,12 +21,28 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moe_plugin.messages import printable
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, RunRecord, read_run
 from moe_plugin.observe.history.reader import candidates
 from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.units import show_time
+from moe_plugin.utils.messages import printable
+
+
+def first_step(seconds: float, tokens: float, left: int | None) -> str:
+    """What the first step of a run says of the rest, for the log.
+
+    Args:
+        seconds: of the step.
+        tokens: of all ranks in it.
+        left: steps after it; None: not known.
+    """
+    text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
+    if left is None:
+        return text
+    steps = "1 step" if left == 1 else f"{left:,} steps"
+    return f"{text}; {steps} left, {show_time(left * seconds)} if all take as long"
+
 
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NAMES, SPARK, DECISIONS = 28, 60, 4

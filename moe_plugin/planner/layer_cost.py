@@ -12,11 +12,19 @@ from functools import lru_cache
 
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_to_all_s, reduce_scatter_s
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.events import Task, Timeline, simulate
-from moe_plugin.planner.once import Limits, OnceRows, Visits, exchange_s, rows_of_token
+from moe_plugin.planner.once import (
+    GroupShape,
+    Limits,
+    OnceRows,
+    Visits,
+    all_gather_s,
+    all_to_all_s,
+    exchange_s,
+    reduce_scatter_s,
+    rows_of_token,
+)
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"

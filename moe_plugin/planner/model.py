@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import short
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape
-from moe_plugin.planner.files import load_record
 from moe_plugin.planner.layer_cost import LayerShape
-from moe_plugin.planner.once import Limits
+from moe_plugin.planner.once import GroupShape, Limits
+from moe_plugin.planner.units import load_record
+from moe_plugin.utils.messages import short
 
 GRADIENT_BYTES = 4  # gradients are added up in fp32
 STATE = "optimizer state"  # the part that a sharded optimizer divides
@@ -40,8 +39,7 @@ class ModelShape:
             consecutive experts (DeepSeek's node-limited routing, where groups are nodes), which
             bounds the ranks and nodes that its row goes to; 1: not limited.
         capacity_factor: None: dropless.
-        skew: rows of the busiest rank over the mean, >= 1; `recommend` measures it where the
-            file says 1.
+        skew: rows of the busiest rank over the mean, >= 1.
         element_bytes: of weights and activations.
         state_bytes: gradient and optimizer state per parameter, without its weight (fp32
             gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from moe_plugin.messages import tracked
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import HEAD_ROOM, Device
+from moe_plugin.planner.cluster import HEAD_ROOM, Cluster, Device
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.plan_cost import PlanCost, lower_bound_s, plan_cost
 from moe_plugin.planner.units import show_size
+from moe_plugin.utils.messages import tracked
 
 ANY = LayoutChoice(r=1)
 PLAN_AXES = ("tp", "pp", "expert_ranks", "micro_batch")

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape, all_reduce_s
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost
 from moe_plugin.planner.model import STATE, ModelPlan, ModelShape
+from moe_plugin.planner.once import GroupShape, all_reduce_s
 
 ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
 SCORES = 2  # copies: before and after the softmax

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import short
 from moe_plugin.planner.events import Task, Timeline, simulate_ready
-from moe_plugin.planner.files import load_record
+from moe_plugin.planner.units import load_record
+from moe_plugin.utils.messages import short
 
 PIECES = (1, 2, 5, 8, 20)
 # operations that the host of a rank starts for one more piece: its two exchanges, the rows that it

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_plugin.messages import aligned, tracked
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.spill import (
@@ -30,6 +28,7 @@ from moe_plugin.planner.spill import (
 )
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.planner.units import show_time
+from moe_plugin.utils.messages import aligned, tracked
 
 PARTS = ("early", "middle", "late")  # thirds of the steps
 Calls = Mapping[Any, Sequence[Sequence[Counts]]]  # of every layer, step by step, pass by pass

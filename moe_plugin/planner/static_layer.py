@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import DEGREES, LayoutChoice, legal_choices
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape, all_to_all_s
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.layer_cost import LayerCost, LayerShape, layer_cost, rank_choices
+from moe_plugin.planner.once import GroupShape, all_to_all_s
 from moe_plugin.planner.units import show_time
 
 MATMULS = 5

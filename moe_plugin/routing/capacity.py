@@ -29,8 +29,8 @@ from moe_plugin.comm.group import owner_of
 from moe_plugin.config import DispatchConfig, MoEConfig
 from moe_plugin.kernels import expert_load, slot_index
 from moe_plugin.kernels.scores import shares_of_rest
-from moe_plugin.machine import exporting
 from moe_plugin.records import KeptRouting, Routing
+from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:

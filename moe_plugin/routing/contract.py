@@ -5,15 +5,18 @@ The mark of router parameters whose initial values a host must keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.comm.placement import HostContext
+from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.replay import replayed
+from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
 
 def keep_init(parameter: nn.Parameter) -> nn.Parameter:
@@ -256,3 +259,25 @@ def forget_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, HasFinishStep):
             module.forget_step()
+
+
+class RouterSteps(RunFeature):
+    """Calls `finish_step` of a run's models after each step that counts, and `forget_step` after
+    one that does not: what routers counted of it would count in the next one. Schedules of routers
+    follow the number of the run's step.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self.models = list(models)
+
+    def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
+        """See the class."""
+        for model in self.models:
+            begin_step(model, step.number, step.total)
+        return nullcontext()
+
+    def after_step(self, facts: StepFacts) -> None:
+        """A step that changed no parameter moves no router."""
+        ends = finish_step_of_any if facts.made and not facts.skipped else forget_step
+        for model in self.models:
+            ends(model)

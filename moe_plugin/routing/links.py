@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
-from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.yaml_file import read_yaml
 
 
 def target_shares(beta_WW: Tensor) -> Tensor:

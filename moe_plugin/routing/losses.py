@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_plugin.registry import Registry
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.utils.registry import Registry
 
 LossFn = Callable[[RoutingCall], Tensor]
 losses: Registry[LossFn] = Registry("loss")

@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.messages import warn_once
 from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.messages import warn_once
 
 T = TypeVar("T")
 REAL = "attention_mask"  # transformers: 0 = padding, or numbers that are added to scores

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
 from moe_plugin.config.router import may_be_read, readers_of
-from moe_plugin.messages import first_process, warn_once
-from moe_plugin.records import HostContext, Routing
-from moe_plugin.registry import Registry
+from moe_plugin.records import Routing
+from moe_plugin.routing.call import check_range
 from moe_plugin.routing.contract import RouterModule, TopKSchedule, balances_by_itself
 from moe_plugin.routing.losses import losses
 from moe_plugin.routing.several_routers import RouterSelector
-from moe_plugin.routing.token_ids import check_range
+from moe_plugin.utils.messages import first_process, warn_once
+from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
@@ -43,7 +44,8 @@ class Unlinked:
     def __call__(self, *_: object) -> NoReturn:
         """Raises: ValueError: always."""
         raise ValueError(f"{self.setting} needs to know which block comes next: call "
-                         "moe_plugin.pregate.link(model) once the model is built, or leave it out")
+                         "moe_plugin.routing.pregate.link(model) once the model is built, or leave "
+                         "it out")
 
 
 @dataclass(frozen=True)

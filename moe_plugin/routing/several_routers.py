@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config.router import RouterConfig, SelectionConfig
-from moe_plugin.kernels.derivatives import transformed
-from moe_plugin.records import HostContext, Routing, TokenInfo
-from moe_plugin.registry import Registry
+from moe_plugin.kernels.activations import transformed
+from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.contract import (
     BuffersKeepDtype,
     RouterModule,
     balances_by_itself,
     needs_of,
 )
+from moe_plugin.utils.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from torch import Tensor
 from moe_plugin.comm.base import NATIVE, Collectives, Comm, FindNetwork, collective_kinds
 from moe_plugin.comm.forest import Forest
 from moe_plugin.config import CommConfig
-from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster, load_cluster
-from moe_plugin.planner.collectives import GroupShape, all_gather_s, all_reduce_s, reduce_scatter_s
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.network import part_of
 from moe_plugin.planner.forest.source import find_network
+from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, reduce_scatter_s
 from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration, default_cluster
 from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import RULES, bucket_of, trial, turn
 from moe_plugin.tuning.prepare_group import log_once
+from moe_plugin.utils.messages import short
 
 LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
 GAIN = 0.97  # predicted seconds of forest over native, below which it is taken

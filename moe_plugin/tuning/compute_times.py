@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin.machine import record_event, user_cache
-from moe_plugin.messages import warn_once
 from moe_plugin.planner.trials import ContestRules
 from moe_plugin.tuning.decisions import KeptDecision, TunerSettings
 from moe_plugin.tuning.engine import Tuner
+from moe_plugin.utils.machine import record_event, user_cache
+from moe_plugin.utils.messages import warn_once
 
 log = logging.getLogger(__name__)
 # two rounds warm up with few rows (`SMALL`), and keep out what is far behind

@@ -26,17 +26,16 @@ import torch
 from torch import Tensor
 
 from moe_plugin import __version__
-from moe_plugin.expert_rows import DeviceCounts, RowCounts
 from moe_plugin.kernels.cpu.expert_ffn import fused
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.kernels.expert_ffn import FFNParameters, grouped_refusal, strategies
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.triton_ops import DTYPES, INSTALLED, no_schedule
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.machine import capturing, device_name
-from moe_plugin.records import RowPlan
+from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 from moe_plugin.routing.replay import replayed
 from moe_plugin.tuning.compute_times import ComputeChoice, Runs, SharedChoices
+from moe_plugin.utils.machine import capturing, device_name
 
 FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
 # FLOP of all experts' first products, below which nothing is timed: not worth it

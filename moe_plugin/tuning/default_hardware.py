@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.bundles import first_of_each
-from moe_plugin.machine import to_device
-from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.cluster import Cluster, Device, Link, load_device
 from moe_plugin.planner.layer_cost import LayerShape
 from moe_plugin.planner.once import Limits, OnceRows, Visits
-from moe_plugin.records import Placement, Routing
+from moe_plugin.records import Routing
 from moe_plugin.routing.registry import routers
+from moe_plugin.utils.machine import to_device
 
 _GPU_LINKS = {
     "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)
@@ -30,7 +30,7 @@ _CPU_LINKS = {
     "intra": Link(alpha_s=200e-6, beta_s=1 / 1e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
 }
 # Ranks of one machine without a GPU: what it costs them to meet, and a byte in and out of a buffer
-# for rows on their way. Fitted to whole training steps by `moe-plugin bench predicted`
+# for rows on their way. Fitted to whole training steps (docs/benchmarks/data/predicted.md)
 _CPU_MEETING_S, _CPU_COPY_S = 0.4e-3, 2e-10
 _GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)

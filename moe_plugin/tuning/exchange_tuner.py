@@ -16,12 +16,12 @@ from torch import Tensor
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
-from moe_plugin.machine import capturing, wait_for_device
 from moe_plugin.planner.all_to_all_cost import COSTS, predict
 from moe_plugin.planner.trials import ContestRules
 from moe_plugin.tuning.decisions import TunerSettings
 from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.tuning.engine import Tuner
+from moe_plugin.utils.machine import capturing, wait_for_device
 
 log = logging.getLogger(__name__)
 # the smallest time would favour a candidate whose times scatter

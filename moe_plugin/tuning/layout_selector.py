@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm import LocalComm
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.comm.state import Counters, TrafficMeter
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.rows import known_load
 from moe_plugin.experts import Experts
+from moe_plugin.kernels.activations import not_transformed, refuse_vmap, transformed
 from moe_plugin.kernels.choices import expert_load
-from moe_plugin.kernels.derivatives import not_transformed, refuse_vmap, transformed
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, KeptRouting, Placement, Routing
+from moe_plugin.records import KeptRouting, Routing
 from moe_plugin.tuning.decisions import TunerDecision
 from moe_plugin.tuning.layout_tuner import LayoutTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
@@ -43,7 +44,10 @@ class LayoutSelector:
         fixed_slots: whether slots are made, empty ones too, which need a capacity.
         load_comm: the ranks whose loads differ: those that must agree on a capacity.
         tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
+        self_balanced: see `LayerStats`; the layer says so.
     """
+
+    self_balanced = False
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts,
                  host: HostContext) -> None:
@@ -139,7 +143,8 @@ class LayoutSelector:
             layout=layout.label, decisions=tuple(map(TunerDecision.as_dict, decisions)),
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},
-            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm))
+            collectives=None if comm.size == 1 or traced else comm.collectives.active(comm),
+            self_balanced=self.self_balanced)
 
     def finish_step(self) -> None:
         """After an optimizer step, on all ranks."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import LocalComm, algorithms
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
@@ -31,19 +32,19 @@ from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
 from moe_plugin.experts import Experts, FFNParameters, OverlappedWork, Strategy, strategies
-from moe_plugin.experts.borrowed import BorrowingDispatcher
 from moe_plugin.experts.ffn import gather_parameters
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.kernels.weight_grads import GradSums
-from moe_plugin.machine import exporting
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap, Placement
+from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap
+from moe_plugin.tuning.borrowed import BorrowingDispatcher
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
+from moe_plugin.tuning.decisions import CallTimer, Timed
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
-from moe_plugin.tuning.timer import CallTimer, Timed
+from moe_plugin.utils.machine import exporting
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from torch import nn
 import moe_plugin
 from moe_plugin.comm.agreement import agree
 from moe_plugin.comm.base import Comm
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import resolved
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.experts.custom import check_memory
-from moe_plugin.planner.shared_token_schedules import ParmShape, choose_run, run_s
+from moe_plugin.planner.events import ParmShape, choose_run, run_s
 from moe_plugin.planner.units import show_time
-from moe_plugin.records import HostContext, Placement
 from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.default_hardware import default_cluster
 from moe_plugin.tuning.prepare_group import (

@@ -13,11 +13,11 @@ from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import Watchdog
 from moe_plugin.config import CommConfig
 from moe_plugin.dispatch.wire import with_wire
-from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.tuning import exchange_tuner  # registers algorithm `auto`  # noqa: F401
 from moe_plugin.tuning.default_hardware import Calibration
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
 # what settings become that are left open: on one node, and over several

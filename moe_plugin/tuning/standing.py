@@ -16,12 +16,12 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.config.parallel import MEASURED, ParallelConfig
 from moe_plugin.experts import Experts
-from moe_plugin.machine import record_event
 from moe_plugin.planner.peer_choice import Throughput
 from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.records import ExpertRows, RowCounts
 from moe_plugin.routing.replay import counts
+from moe_plugin.utils.machine import record_event
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 MOST_RANKS = 64  # processes of one machine
 

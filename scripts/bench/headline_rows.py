@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moe_plugin.cli.measure.host_sides import OURS
 from scripts.bench import headline_models as models
+from scripts.bench.train.host_sides import OURS
 from scripts.bench.train.results import median_ms, newest, reports
 from scripts.bench.train.sides import PIECES
 

@@ -19,8 +19,8 @@ from moe_plugin.kernels import RowGroups, kernels, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
-from moe_plugin.messages import short
 from moe_plugin.planner.units import show_time
+from moe_plugin.utils.messages import short
 from scripts.bench.measure import Times, interleaved, versions
 from scripts.bench.problem import Data, Problem, make_data
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin.cli.figures import table
-from moe_plugin.messages import short
 from moe_plugin.planner.units import show_size, show_time
+from moe_plugin.utils.messages import short
 from scripts.bench.bound import GemmBound
 from scripts.bench.measure import (
     Times,

@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
-from moe_plugin.machine import device_name
-from moe_plugin.messages import tracked
+from moe_plugin.utils.machine import device_name
+from moe_plugin.utils.messages import tracked
 from scripts.bench.memory_limit import reset_peak, status_bytes
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.measure.child import command, result
+from scripts.bench.child import command, result
 
 KILLED = (137, -9)
 _OLD = Path("/sys/fs/cgroup/memory")  # version 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 if TYPE_CHECKING:
     from scripts.bench.problem import Problem

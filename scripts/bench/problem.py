@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_plugin.machine import memory_bytes
-from moe_plugin.messages import short
 from moe_plugin.planner.units import show_size
+from moe_plugin.utils.machine import memory_bytes
+from moe_plugin.utils.messages import short
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.cli.measure.child import free_port
-from moe_plugin.quiet import FAIRSEQ, MEGATRON, hidden
+from moe_plugin.utils.quiet import FAIRSEQ, MEGATRON, hidden
+from scripts.bench.child import free_port
 
 
 def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:

@@ -20,11 +20,9 @@ from torch import Tensor
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.cli.planning.launch import moe_settings
 from moe_plugin.config import from_dict
-from moe_plugin.messages import aligned
 from moe_plugin.observe.traces import Key
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.planner.device import load_device
+from moe_plugin.planner.cluster import load_cluster, load_device
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.routing_replay import (
     PARTS,
@@ -41,6 +39,7 @@ from moe_plugin.planner.routing_replay import (
 from moe_plugin.planner.spill import POLICIES
 from moe_plugin.planner.units import show_time
 from moe_plugin.routing.rollouts import replay_choices
+from moe_plugin.utils.messages import aligned
 from scripts.bench.layouts import slowest, timed_end, timed_step
 from scripts.bench.report import paragraph
 from scripts.emulate import EmulatedCluster

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import moe_plugin
-from moe_plugin.messages import short, tracked
-from moe_plugin.regular_files import output_folder, write_regular
+from moe_plugin.utils.messages import short, tracked
+from moe_plugin.utils.regular_files import output_folder, write_regular
 from scripts.bench.report import NOT_PROSE, document
 
 ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # of a checkout

@@ -11,7 +11,7 @@ import heapq
 import random
 from dataclasses import dataclass
 
-from moe_plugin.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from moe_plugin.machine import user_cache
+from moe_plugin.utils.machine import user_cache
 
 SOURCE = Path(__file__).with_name("switch.c")
 COMPILERS = ("cc", "gcc", "clang")

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 if TYPE_CHECKING:
     from scripts.emulate.faults import Fault

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 from scripts.emulate.cluster import EmulatedCluster
 
 TORCHRUN = str(Path(__file__).with_name("torchrun.py"))

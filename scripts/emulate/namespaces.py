@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_plugin.machine import call_libc
+from moe_plugin.utils.machine import call_libc
 from scripts.emulate.build import compiler
 
 _NEWUTS, _NEWNET = 0x04000000, 0x40000000

@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
-from moe_plugin.machine import die_with_parent
+from moe_plugin.utils.machine import die_with_parent
 from scripts.emulate.namespaces import Node
 
 LOG_SHOWN = 32000

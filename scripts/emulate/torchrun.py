@@ -13,7 +13,7 @@ def main() -> None:
     sys.path[:] = [str(FOLDER.parents[1]), *(p for p in sys.path if Path(p).resolve() != FOLDER)]
     from torch.distributed.run import main as torchrun
 
-    from moe_plugin.quiet import TORCHRUN_LINES, hide
+    from moe_plugin.utils.quiet import TORCHRUN_LINES, hide
 
     hide((), TORCHRUN_LINES)
     torchrun()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin import machine, messages
 from moe_plugin.kernels.cpu.native import build
+from moe_plugin.utils import machine, messages
 from scripts.emulate.build import build_switch, compiler
 
 pytestmark = pytest.mark.fast

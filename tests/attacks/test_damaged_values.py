@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moe_plugin import LocalComm, MoELayer, checksums
+from moe_plugin import LocalComm, MoELayer
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import open_source
@@ -23,7 +23,8 @@ from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import HostTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.resilience.swarm.saved import load_swarm, save_swarm
+from moe_plugin.training.resilience.swarm.stage import load_swarm, save_swarm
+from moe_plugin.utils import checksums
 from scripts.emulate.damage import files_of
 from tests.fuzz.samples import TARGETS, format_of, sample
 

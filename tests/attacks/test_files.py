@@ -18,7 +18,7 @@ from moe_plugin.checkpoint.formats import all as _registered  # noqa: F401
 from moe_plugin.checkpoint.formats.base import detect, open_source
 from moe_plugin.checkpoint.formats.fairseq import files as of_fairseq
 from moe_plugin.cli.main import main
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import read_yaml
 from tests.attacks.payload import Payload
 
 pytestmark = pytest.mark.fast
@@ -172,7 +172,7 @@ def test_a_value_on_the_command_line_makes_no_objects(marker: Path) -> None:
 
 
 def test_a_stage_of_a_swarm_runs_no_code(tmp_path: Path, marker: Path) -> None:
-    from moe_plugin.resilience.swarm import saved
+    from moe_plugin.training.resilience.swarm import stage as saved
 
     saved.save_swarm(tmp_path, 1, [{}])
     [stage] = tmp_path.rglob("*.pt")

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe_plugin.resilience.swarm import Swarm, messages
-from moe_plugin.resilience.swarm.messages import Access, Connection, MessageServer, ask
+from moe_plugin.training.resilience.swarm import Swarm, messages
+from moe_plugin.training.resilience.swarm.messages import Access, Connection, MessageServer, ask
 
 WAIT_S = 20.0
 

@@ -18,7 +18,6 @@ CALLS = re.compile(
     r"allow_pickle=True|yaml\.(?:load|unsafe_load|full_load)\(|(?<![\w.])(?:eval|exec)\((?!\))|"
     r"trust_remote_code=True")
 TRUSTED = "only with --trust-checkpoint"
-OWN = "processes of this command send each other what they compute"
 REASONS = {
     "checkpoint/torch_files.py": f"{TRUSTED}; and the skeleton of a file that it has just written",
     "checkpoint/trust.py": "the restricted loading itself",
@@ -27,8 +26,7 @@ REASONS = {
     "checkpoint/formats/megatron/torch_dist.py": TRUSTED,
     "hosts/megatron/restricted.py": TRUSTED,
     "hosts/fairseq/compat/runtime.py": "what ranks of a run send to each other",
-    "resilience/twins.py": "what ranks of a run send to each other",
-    "cli/measure/child.py": OWN,
+    "training/resilience/twins.py": "what ranks of a run send to each other",
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_plugin.resilience.vote import Ballots
+from moe_plugin.training.resilience.vote import Ballots
 
 Attack = Callable[[Tensor], Tensor]
 ATTACKS: dict[str, Attack] = {

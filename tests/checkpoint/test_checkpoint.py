@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoELayer, checksums
+from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, load, merge, save, split
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.sync import sync_gradients
+from moe_plugin.training.gradients.sync import sync_gradients
+from moe_plugin.utils import checksums
 from tests.seeds import seeded
 
 SIZES = [1, 2, 4, 8]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoELayer, checksums
+from moe_plugin import MoELayer
 from moe_plugin.checkpoint import CheckpointError, load, save, split, torch_files
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress, detect, open_source
@@ -30,6 +30,7 @@ from moe_plugin.cli.checkpoints import COLUMNS, SCREEN, inspection_lines
 from moe_plugin.cli.main import main
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
+from moe_plugin.utils import checksums
 
 SIZES = (1, 2, 3, 4, 8)
 

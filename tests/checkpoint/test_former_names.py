@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoEBlock, MoELayer, checksums
+from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
+from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.config import from_dict
@@ -25,6 +25,7 @@ from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.utils import checksums
 from tests.checkpoint.test_checkpoint import Model, train
 from tests.former_names import former, rewrite_folder
 
@@ -152,7 +153,7 @@ def test_distributed_checkpoints_of_torch(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from moe_plugin.checkpoint.dcp import FormerNamesPlanner
+    from moe_plugin.checkpoint.layers import FormerNamesPlanner
 
     def ready(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         torch.manual_seed(seed)

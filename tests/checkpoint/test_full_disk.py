@@ -15,7 +15,7 @@ import torch
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.checkpoint import CheckpointError, save
-from moe_plugin.regular_files import system_error, write_remedy
+from moe_plugin.utils.regular_files import system_error, write_remedy
 
 pytestmark = pytest.mark.fast
 

@@ -15,7 +15,6 @@ from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from moe_plugin.comm import TorchComm
-from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.hosts.plain.huggingface import (
     restore_moe_blocks,
@@ -26,6 +25,7 @@ from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.layer import layers_in
 from moe_plugin.routing import losses
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.training.gradients.sync import sync_gradients
 from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
 from tests.distributed import run_gloo
 from tests.logs import warned

@@ -244,7 +244,7 @@ def test_what_no_family_holds_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="mixtral: odd=1, it does not know it"):
         convert(changed(extra={"odd": 1}), "hf")
     with pytest.raises(CheckpointError, match=r"whose norm is 'layernorm'; train it in Megatron "
-                                              r"with --normalization RMSNorm \(fairseq"):
+                                              r"with --normalization RMSNorm, or"):
         convert(changed(norm="layernorm"), "hf")
     moment = replace(neutral.tensor((MODEL, "embed.weight")), key=("exp_avg", "embed.weight"))
     trained = View(neutral, [*(neutral.tensor(key) for key in neutral.entries), moment])

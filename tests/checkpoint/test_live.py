@@ -14,10 +14,9 @@ from moe_plugin import MoELayer
 from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm import Comm, LocalComm, TorchComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.norm import clip_grad_norm_
-from moe_plugin.gradients.replicas import replica_comm
-from moe_plugin.gradients.sync import reduce_experts, sync_gradients
 from moe_plugin.hosts.plain.sharding import ddp_model
+from moe_plugin.training.gradients.replicas import replica_comm
+from moe_plugin.training.gradients.sync import clip_grad_norm_, reduce_experts, sync_gradients
 from tests.distributed import run_gloo
 from tests.seeds import seeded
 

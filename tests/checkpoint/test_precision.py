@@ -18,8 +18,8 @@ from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
+from moe_plugin.checkpoint.name_table import marked
 from moe_plugin.checkpoint.neutral import DecoderSettings
-from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import MODEL, Derived, Source, TensorEntry, View
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.huggingface import restore_moe_blocks, swap_moe_blocks

@@ -14,10 +14,10 @@ import torch
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, open_source
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
 from moe_plugin.checkpoint.formats.huggingface.quantization import dequantized
+from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL, Derived, View, Window, window_shape
 from moe_plugin.cli.main import main
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks

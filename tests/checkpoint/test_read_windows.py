@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from moe_plugin.checkpoint import CheckpointError, read_windows, save
+from moe_plugin.checkpoint import CheckpointError, file_workers, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
@@ -40,9 +40,9 @@ def test_strided_tensors_are_read_as_they_lie(
     path = tmp_path / "numbers"
     path.write_bytes(b"odd" + numbers_N.numpy().tobytes())
     with pytest.MonkeyPatch.context() as patch, open(path, "rb") as file:
-        patch.setattr(read_windows, "SPAN", limits[0])
-        patch.setattr(read_windows, "GAP", limits[1])
-        found = read_windows.read_strided(file.fileno(), 3 + 4 * offset, shape, stride, torch.int32)
+        patch.setattr(file_workers, "SPAN", limits[0])
+        patch.setattr(file_workers, "GAP", limits[1])
+        found = file_workers.read_strided(file.fileno(), 3 + 4 * offset, shape, stride, torch.int32)
     assert torch.equal(found, numbers_N[offset:].as_strided(shape, stride))
 
 
@@ -67,5 +67,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(
         os.truncate(path, path.stat().st_size // 2)
         assert torch.equal(source.read((MODEL, "weight"), (slice(0, 1),)), first)
         with pytest.raises(CheckpointError, match=f"{path.name}.*cut short while it was read"):
+            source.read((MODEL, "weight"))
+        with pytest.raises(CheckpointError, match=path.name):
             Conversion(source, tmp_path / "out", source.format, CheckpointSizes()).run()
     assert not (tmp_path / "out").exists()

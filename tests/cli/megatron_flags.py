@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moe_plugin.messages import Parser
+from moe_plugin.utils.messages import Parser
 
 
 def read(words: list[str]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.cli.configs import summary
 from moe_plugin.cli.main import COMMANDS, main
-from moe_plugin.messages import tracked
+from moe_plugin.cli.runs import summary
 from moe_plugin.planner.forest import Schedule
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import tracked
+from moe_plugin.utils.yaml_file import read_yaml
 
 pytestmark = pytest.mark.fast
 

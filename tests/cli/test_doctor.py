@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
+from moe_plugin.cli.doctor import packages
+from moe_plugin.cli.doctor import report as selfcheck
 from moe_plugin.cli.doctor.report import first, render, rest
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
@@ -31,7 +32,7 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured is left out.
     """
     monkeypatch.setattr(packages, "host_rows", list)
-    monkeypatch.setattr(registries, "ChoiceFiles", lambda: ChoiceFiles(tmp_path))
+    monkeypatch.setattr(packages, "ChoiceFiles", lambda: ChoiceFiles(tmp_path))
 
 
 @pytest.fixture
@@ -114,8 +115,8 @@ def test_problems_are_named(monkeypatch: pytest.MonkeyPatch, no_hosts: None,
               "reason": "does not import: no module named x"}
     absent = {**broken, "name": "megatron", "version": None, "reason": "is not installed"}
     monkeypatch.setattr(packages, "host_rows", lambda: [broken, absent])
-    monkeypatch.setattr(hardware.functions, "why_not", lambda name: "no C compiler is found")
-    monkeypatch.setattr(hardware, "DRIVER", str(tmp_path))  # is there
+    monkeypatch.setattr(packages.functions, "why_not", lambda name: "no C compiler is found")
+    monkeypatch.setattr(packages, "DRIVER", str(tmp_path))  # is there
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 0  # the layer works
     problems = capsys.readouterr().out.split("Problems:\n")[1].split("\n\n")[0].splitlines()
@@ -147,7 +148,7 @@ def test_a_crashing_layer_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_run_here_is_listed_with_its_reason(own_entries: None) -> None:
     dispatchers.register("elsewhere", why_not=lambda: "needs a quantum computer")(RaggedDispatcher)
     assert {"kind": "dispatcher", "name": "elsewhere", "reason": "needs a quantum computer"
-            } in registries.missing_rows()
+            } in packages.missing_rows()
     assert "elsewhere" not in {row["dispatcher"] for row in selfcheck.check_rows([CPU])}
 
 
@@ -202,9 +203,9 @@ def test_fused_parts_are_stated_with_the_reason(apex: list[str]) -> None:
 
 
 def test_compiled_for_the_cpu_or_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware.functions, "why_not",
+    monkeypatch.setattr(packages.functions, "why_not",
                         lambda name: "no C compiler is found" if name == "silu" else None)
-    rows = {row["name"]: row for row in hardware.compiled()}
+    rows = {row["name"]: row for row in packages.compiled()}
     assert rows["experts' silu"]["state"] == "not available"
     assert rows["experts' silu"]["what"] == "by torch: no C compiler is found"
     others = [row for name, row in rows.items() if name != "experts' silu"]
@@ -234,7 +235,7 @@ def test_kept_decisions_are_listed_with_age_and_spread_and_forgotten_by_a_comman
     assert files.place() == tmp_path / "cache" / "moe-plugin" / "expert-compute"
     files.put(("a CPU: 64 rows an expert, of fused grouped", ()),
               KeptDecision("fused", "measured", 0.07))
-    monkeypatch.setattr(registries, "ChoiceFiles", lambda: files)
+    monkeypatch.setattr(packages, "ChoiceFiles", lambda: files)
     text = render({"hosts": [], **first(), **rest(everything=True)})
     [line] = [line for line in text.splitlines() if "64 rows an expert" in line]
     assert "fused" in line and " ago" in line and line.rstrip().endswith("spread 7 %")

@@ -63,3 +63,12 @@ def test_a_fault_can_happen_in_torchrun_s_first_start_alone(tmp_path: Path) -> N
     for options, start, status in (([], "1", -9), (["--once"], "1", 0)):
         done = run(script, options, TORCHELASTIC_RESTART_COUNT=start)
         assert done.code == status and done.log == ("" if status else "trained\n"), done.log
+
+
+def test_the_program_may_have_a_package_called_scripts(tmp_path: Path) -> None:
+    """As the laboratory is called, which the command is part of."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "__init__.py").write_text("print('its own')")
+    script = tmp_path / "train.py"
+    script.write_text("import scripts")
+    assert "its own" in run(script, ["--step", "40"]).log

@@ -149,3 +149,16 @@ def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
                               capture_output=True, text=True, env={**os.environ, **variables})
         assert done.returncode == 0, done.stderr
         assert answer.read_text().split() == wanted, line
+
+
+@pytest.mark.parametrize("words", [
+    ["-m", "moe_plugin.cli.main", "bench", "layer"], [str(ROOT / "scripts" / "bench"), "layer"],
+    ["-m", "moe_plugin.cli.main", "emulate"], [str(ROOT / "scripts" / "emulate")],
+    ["-m", "moe_plugin.cli.main", "audit"], [str(ROOT / "scripts" / "audit")]])
+def test_the_laboratory_is_found_beside_another_folder_of_its_name(words: list[str],
+                                                                   tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "__init__.py").write_text("raise SystemExit('foreign')")
+    done = subprocess.run([sys.executable, *words, "--help"], check=False, capture_output=True,
+                          text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.startswith("usage: moe-plugin"), done.stderr

@@ -108,8 +108,6 @@ WRONG = {
                  "NONE", "DIR", "FILE", "PIPE", "BOMB", "FILE --accumulate 1", "FILE --plot x.pdf",
                  "FILE --trace DIR", "FILE --weights-on disk", f"FILE {PLAN[5:]}",
                  "FILE --tokens 2")),
-             *(f"plan --history {rest}" for rest in (
-                 "NONE", "FILE", "EMPTY", "RUN", "BAD", "RUN --memory 1GiB", f"RUN {PLAN[5:]}")),
              *(f"plan --prefill {rest}" for rest in (
                  "64", f"64 --kernels FILE {EXPERTS}", f"x --kernels FILE {EXPERTS[:-9]}",
                  f"64 --kernels NONE {PLAN[5:]}", f"64 --kernels FILE {PLAN[5:]}")),
@@ -163,8 +161,8 @@ WRONG = {
 
 def _leaves(commands: Mapping[str, Command], above: str = "") -> Iterator[str]:
     for name, command in commands.items():
-        if command.parts:
-            yield from _leaves(command.parts, f"{above}{name} ")
+        if command.parts is not None:
+            yield from _leaves(command.parts(), f"{above}{name} ")
         else:
             yield above + name
 

@@ -11,8 +11,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import expand
-from moe_plugin.records import Placement, Routing
+from moe_plugin.records import Routing
 from tests.packaging.test_imports import ORDER
 
 pytestmark = pytest.mark.fast

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import main
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile
 
 pytestmark = pytest.mark.fast
 

@@ -1,6 +1,6 @@
 """`moe-plugin recommend`: on one rank and on two, what is kept, what is refused, what is written.
 
-No assertion depends on what a clock says: fits are trusted, or their files are changed.
+No assertion depends on what a clock says.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ experts: 4
 top_k: 2
 element_bytes: 4
 """
-TRUST = ("--trust-fit", "--repeats", "2", "--device", "cpu", "--parts-only")
+FEW = ("--repeats", "2", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -67,75 +67,51 @@ def check_line(text: str, folder: Path) -> None:
 
 
 def test_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend(*TRUST, "--data", "my/data") == 0
+    assert recommend(*FEW, "--data", "my/data") == 0
     first = capsys.readouterr().out
-    assert "predicted step: " in first and "confidence: " in first and "network" not in first
+    assert re.search(r"predicted step: .* \(device .*: the fit is off by \d+% on average\)", first)
     check_line(first[first.index("OMP_NUM_THREADS"):], folder)
     assert "--data-path my/data" in first and not Path("out", NETWORK).exists()
     assert from_yaml(str(Path("out", CONFIG))).parallel.mode == "fixed"
     subprocess.run(["bash", "-n", str(Path("out", LINE))], check=True)
 
-    assert recommend(*TRUST, "--data", "my/data", "--json") == 0  # from what was kept
+    assert recommend(*FEW, "--data", "my/data", "--json") == 0  # from what was kept
     second = json.loads(capsys.readouterr().out)
-    assert second["low"] <= second["seconds"] <= second["high"]
-    assert second["launch"] in first
-    assert set(second["plans"][0]["parts"]) == {"attention", "dense FFN", "output head",
-                                                "MoE layers", "optimizer"}
+    assert second["launch"] in first and second["fit_errors"]["device"] > 0
+    assert second["fit_errors"]["cluster"] is None
+    seconds = [plan["seconds"] for plan in second["plans"]]
+    assert seconds == sorted(seconds) and len(seconds) > 1
 
-    assert recommend(*TRUST, "--memory", "1KiB") == 2
+    assert recommend(*FEW, "--memory", "1KiB") == 2
     assert "no plan fits 1 KiB per rank" in capsys.readouterr().err
 
 
 def test_little_memory_recomputes_the_same_layers_in_plan_and_host(
         folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend(*TRUST, "--memory", "1KiB") == 2
+    assert recommend(*FEW, "--memory", "1KiB") == 2
     least = re.search(r"the smallest needs ([\d.]+ \w+)", capsys.readouterr().err)
     assert least is not None
-    assert recommend(*TRUST, "--json", "--memory", str(parse_size(least[1]) - 2000)) == 0
+    assert recommend(*FEW, "--json", "--memory", str(parse_size(least[1]) - 2000)) == 0
     found = json.loads(capsys.readouterr().out)
     assert all("recompute" in plan["activations"] for plan in found["plans"])
     _, run = both_from_yaml(str(Path("out", CONFIG)))
     assert run.offload.each_layer() == found["plans"][0]["activations"]
-    assert recommend(*TRUST, "--memory", str(parse_size(least[1]) - 2000)) == 0
-    assert ": one step, 1 of 2 layers recomputed" in capsys.readouterr().out
-
-
-def test_a_far_fit_is_refused_and_trusted_by_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend(*TRUST) == 0
-    path = Path("out", PROCESSOR)
-    values = json.loads(path.read_text())
-    for timing in values["timings"]:
-        if timing["name"] == "dense layer":
-            timing["seconds"] = [1e-3, 1e3]
-    path.write_text(json.dumps(values))
-    Path("out", LINE).unlink()
-    capsys.readouterr()
-
-    assert recommend("--parts-only") == 2
-    said = capsys.readouterr()
-    assert f"{path}: reused" in said.out and "confidence: low" in said.out
-    assert "the step's spread is from" in said.err and "--trust-fit" in said.err
-    for name in (LINE, CONFIG):
-        assert "Low confidence: the step's spread is from" in Path("out", name).read_text()
-
-    assert recommend("--trust-fit", "--parts-only") == 0
-    said = capsys.readouterr()
-    assert "confidence: low" in said.out and Path("out", LINE).exists()
-    assert "warning: the step's spread" in said.out
+    assert recommend(*FEW, "--memory", str(parse_size(least[1]) - 2000)) == 0
+    assert ": time per step, 1 of 2 layers recomputed" in capsys.readouterr().out
 
 
 def test_what_was_kept_is_for_ranks_like_these(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend(*TRUST) == 0
-    Path("model.yaml").write_text(MODEL.replace("sequence: 32", "sequence: 64"))
+    assert recommend(*FEW) == 0
+    Path("model.yaml").write_text(MODEL.replace("ffn_dim: 64", "ffn_dim: 128"))
     capsys.readouterr()
-    assert recommend(*TRUST) == 0
+    assert recommend(*FEW) == 0
     assert "measured again, 'model was model_dim=32" in capsys.readouterr().out
-    assert recommend(*TRUST) == 0
+    assert recommend(*FEW) == 0
     assert "processor.json: reused" in capsys.readouterr().out
     Path("out", PROCESSOR).write_text("[")
-    assert recommend(*TRUST) == 0
+    assert recommend(*FEW) == 0
     assert "processor.json: measured again" in capsys.readouterr().out
-    assert recommend(*TRUST, "--fresh") == 0
+    assert recommend(*FEW, "--fresh") == 0
     assert "processor.json" not in capsys.readouterr().out
 
 
@@ -148,27 +124,27 @@ def test_what_was_kept_is_for_ranks_like_these(capsys: pytest.CaptureFixture[str
     (("--host", "fairseq", "--script", "x.py"), "--script 'x.py' is Megatron's"),
 ])
 def test_errors(flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert recommend(*TRUST, *flags) == 2
+    assert recommend(*FEW, *flags) == 2
     assert text in capsys.readouterr().err
 
 
 def test_files_that_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out").write_text("a file")
-    assert recommend(*TRUST) == 2
+    assert recommend(*FEW) == 2
     assert "out cannot be written" in capsys.readouterr().err
     Path("model.yaml").write_text("layers: 0\nmodel_dim: 1\nffn_dim: 1\n")
-    assert recommend(*TRUST) == 2
+    assert recommend(*FEW) == 2
     assert "model layers=0 must be from 1" in capsys.readouterr().err
 
 
 @pytest.mark.distributed
 def test_two_ranks(folder: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    done = Server("tests.faults.preload").run(2, recommend, *TRUST, "--host", "fairseq", cwd=folder,
+    done = Server("tests.faults.preload").run(2, recommend, *FEW, "--host", "fairseq", cwd=folder,
                                               environment={**os.environ, **place})
     assert (done.code, done.results) == (0, [0, 0]), done.log
     assert done.log.count("predicted step: ") == 1, done.log  # rank 0 alone
-    assert "network: 1 x 2 ranks, gloo, " in done.log
+    assert "; cluster measured: the fit is off by " in done.log
     text = re.search(r"OMP_NUM_THREADS(?:.*\\\n)*.*", done.log)[0]
     check_line(text, folder)
     assert "--nproc_per_node 2" in text and "fairseq-train" in text
@@ -177,15 +153,10 @@ def test_two_ranks(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_plan_again_from_what_was_kept() -> None:
-    assert on_two_ranks(*TRUST).returncode == 0
+    assert on_two_ranks(*FEW).returncode == 0
     kept = Path("out", NETWORK).read_text()
-    again = on_two_ranks(*TRUST, "--json", "--ranks-per-node", "8")
+    again = on_two_ranks(*FEW, "--json", "--ranks-per-node", "8")
     assert again.returncode == 0, again.stderr
     assert Path("out", NETWORK).read_text() == kept
     values = json.loads(again.stdout)
-    assert "the plan is for 8 ranks, and 2 were measured" in values["doubts"]
-    assert values["confidence"] == "low" and "--nproc_per_node 8" in values["launch"]
-
-    refused = on_two_ranks("--ranks-per-node", "8")
-    assert refused.returncode != 0
-    assert refused.stderr.count("moe-plugin recommend: the prediction is not to be trusted") == 1
+    assert "--nproc_per_node 8" in values["launch"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_plugin.comm import CommError, job_abort
+from moe_plugin.comm import CommError, watchdog
 from moe_plugin.comm.host_collectives import collectives_named
 from tests.distributed import run_gloo
 
@@ -29,20 +29,20 @@ def test_a_rank_says_why_on_any_python(monkeypatch: pytest.MonkeyPatch) -> None:
     error = OldError("disk is gone")
     error.__notes__ = ["of block 3"]
     for _ in range(2):  # the second time it is known
-        job_abort.abort_job(error)
+        watchdog.abort_job(error)
     assert error.__notes__ == ["of block 3",
                                "rank 1 of the job gave up: OldError: disk is gone"]
 
 
 def _all_end_alike() -> tuple[str, bool]:
     try:
-        with job_abort.says_why():
+        with watchdog.says_why():
             raise ValueError(f"of rank {dist.get_rank()}")
     except ValueError as error:
         sum_1 = torch.ones(1)
         dist.all_reduce(sum_1)  # nothing is broken
         assert sum_1.item() == 2
-        return str(error), job_abort.is_of_another_rank(error)
+        return str(error), watchdog.is_of_another_rank(error)
 
 
 @pytest.mark.distributed
@@ -55,12 +55,12 @@ def test_ranks_that_end_alike_are_left_alone() -> None:
 def _one_ends(folder: Path) -> None:
     said = folder / str(dist.get_rank())
     try:
-        with job_abort.says_why(), collectives_named("a sum"):
+        with watchdog.says_why(), collectives_named("a sum"):
             if dist.get_rank() == 1:
                 raise ModuleNotFoundError("No module named 'x'")
             dist.all_reduce(torch.ones(1))
     except (CommError, ModuleNotFoundError) as error:
-        said.write_text(f"{job_abort.is_of_another_rank(error)} {error}")
+        said.write_text(f"{watchdog.is_of_another_rank(error)} {error}")
     os._exit(3)  # the groups are of no use
 
 

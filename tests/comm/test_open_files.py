@@ -9,8 +9,8 @@ import resource
 import pytest
 
 from moe_plugin.comm import CommError, LocalComm, TorchComm
-from moe_plugin.comm.job_abort import says_why
-from moe_plugin.comm.open_files import too_many
+from moe_plugin.comm.new_group import too_many
+from moe_plugin.comm.watchdog import says_why
 from tests.distributed import run_gloo
 
 GLOO = RuntimeError("[enforce fail at loop.cc:48] rv != -1. -1 vs -1. pipe: Too many open files")

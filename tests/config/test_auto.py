@@ -19,11 +19,11 @@ from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.config import CommConfig, MoEConfig, RunConfig, from_dict
 from moe_plugin.config.options import SettingsSection
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
+from moe_plugin.planner.events import ParmShape, choose_run, run_s
 from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import blocks_of
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile
 from moe_plugin.planner.pipeline.choice import StageProfile, choose
-from moe_plugin.planner.shared_token_schedules import ParmShape, choose_run, run_s
 from moe_plugin.tuning.collectives import with_collectives
 from moe_plugin.tuning.compute_times import RULES
 from moe_plugin.tuning.engine import Tuner

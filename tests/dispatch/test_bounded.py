@@ -13,11 +13,11 @@ from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.comm.simulated import Traffic
 from moe_plugin.config import MoEConfig, ObserveConfig, from_dict
 from moe_plugin.dispatch.rows_limit import RowsLimit, RowsOverflow, overflowed
-from moe_plugin.expert_rows import DeviceCounts
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.planner.choice import SENDS
-from moe_plugin.resilience.overflow import limits_of, until_rows_fit
+from moe_plugin.records import DeviceCounts
+from moe_plugin.training.resilience.overflow import limits_of, until_rows_fit
 from tests.distributed import run_gloo
 from tests.exactness.harness import (
     RankResult,

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.comm.algorithms import algorithms
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch.base import DispatchContext
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
 from moe_plugin.dispatch.rows_limit import overflowed
 from moe_plugin.planner.choice import SENDS
-from moe_plugin.records import KeptRouting, Placement
-from moe_plugin.resilience.overflow import limits_of
+from moe_plugin.records import KeptRouting
+from moe_plugin.training.resilience.overflow import limits_of
 from moe_plugin.tuning.default_hardware import as_visits, count_visits
 from tests.dispatch.fixed_routing import UNEQUAL, WIDTH, Fixed, drawn
 from tests.exactness.harness import compare, config_of, naming, reference, run_rank

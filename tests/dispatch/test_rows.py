@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin.comm import Comm, LocalComm, algorithms, run_simulated
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch.base import expand, expand_slots
 from moe_plugin.dispatch.rows import (
@@ -24,7 +25,7 @@ from moe_plugin.dispatch.rows import (
 from moe_plugin.kernels import slot_index, weigh_rows
 from moe_plugin.kernels.choices import stable_order
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import Placement, Routing
+from moe_plugin.records import Routing
 from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast

@@ -16,7 +16,7 @@ from moe_plugin import MoELayer, TorchComm, weighted_loss
 from moe_plugin.comm import LocalComm, Topology
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.gradients.sync import exclude_experts, sync_gradients
+from moe_plugin.training.gradients.sync import exclude_experts, sync_gradients
 from tests.combinations import Cell, every_value, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells

@@ -13,8 +13,8 @@ import torch
 from moe_plugin import MoELayer, weighted_loss
 from moe_plugin.comm import Comm, Traffic, run_simulated
 from moe_plugin.config import MoEConfig, from_dict
-from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
+from moe_plugin.training.gradients.sync import sync_gradients
 from tests.exactness.harness import config_of
 from tests.oracle import Case
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_plugin.comm import Comm, run_simulated
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext
 
 pytestmark = pytest.mark.fast
 

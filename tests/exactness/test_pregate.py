@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from moe_plugin import pregate
 from moe_plugin.comm import run_simulated
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import ragged
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.records import HostContext, TokenInfo
-from moe_plugin.routing import routers
+from moe_plugin.records import TokenInfo
+from moe_plugin.routing import pregate, routers
 from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.exactness.harness import NAMES, config_of, load_experts, slice_of
 from tests.exactness.test_routers import give_parameters, token_ids

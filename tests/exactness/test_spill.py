@@ -16,11 +16,11 @@ from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.dispatch import DispatchTraits, RaggedDispatcher, dispatchers
 from moe_plugin.dispatch.pieces import PIECE_AXES, ExchangePlan
 from moe_plugin.experts import expert_kinds
-from moe_plugin.experts.borrowed import BorrowedExperts
 from moe_plugin.planner.choice import SENDS, LayoutChoice
 from moe_plugin.planner.spill import SpillCosts, SpillPlan, plan_spill
 from moe_plugin.records import ExpertRows, KeptRouting, RowCounts
 from moe_plugin.routing.replay import checkpoint
+from moe_plugin.tuning.borrowed import BorrowedExperts
 from tests.exactness.harness import NAMES, compare, config_of, load, reference, run_rank, slice_of
 from tests.exactness.spills import Counts, planned, random_planner
 from tests.oracle import Case, make_inputs, make_parameters, objective

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
-from moe_plugin.records import HostContext
 from tests.distributed import run_gloo
 from tests.exactness.spills import planned, random_planner
 from tests.experts.exchange_events import logged

@@ -13,17 +13,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from scripts.bench.report import paragraph
-from tests.faults.hosts import HOSTS, RANKS, Host, Ran
+from tests.faults.hosts import HOSTS, Host, Ran
+from tests.faults.long_runs import soaks, streaming
+from tests.faults.seen import NAMES, ROOT, Seen, last_line, other_losses
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "disks.md"
 DATA = PAGE.parent / "data" / "disks.jsonl"
 HEAD = """# Disks, limits and long runs
@@ -34,20 +34,8 @@ second start, on a healthy disk, found; "the same losses" are those of a run in 
 happened. Written by `python -m tests.faults.disks`, as root, which mounts small disks. Other
 faults: [injected faults](faults.md).
 """
-NAMES = {"plain": "plain PyTorch", "fairseq": "fairseq", "megatron": "Megatron"}
 SIZES = {"plain": 1000, "fairseq": 1000, "megatron": 1400}  # KiB: of one checkpoint, not of two
 STEPS = 9
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A line of the page. seen: what the user reads. wrong: what was not as it must be."""
-
-    what: str
-    host: str
-    seen: str
-    kept: str
-    wrong: str = ""
 
 
 @contextlib.contextmanager
@@ -62,24 +50,10 @@ def disk(folder: Path, kib: int, options: str = "") -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def last_line(log: str, folder: Path) -> str:
-    """The last error of a log, without the folder's path."""
-    lines = [line for line in log.splitlines()
-             if re.search(r"(?<!\w)(error|Error): ", line) and "ERROR:" not in line]
-    said = lines[-1] if lines else (log.splitlines() or [""])[-1]
-    return re.sub(r"\s+", " ", said.replace(str(folder), "DISK")).replace("|", "/").strip()
-
-
-def _same(found: dict[int, float], wanted: dict[int, float], tolerance: float) -> str:
-    other = [step for step, loss in found.items()
-             if not abs(loss - wanted.get(step, float("nan"))) <= tolerance]
-    return f"other losses in steps {other}" if other else ""
-
-
 def _resumed(host: Host, folder: Path, whole: Ran, ran: Ran) -> tuple[str, str]:
     saved, again = host.saved(folder), host.train(folder, steps=STEPS)
     wrong = "" if again.code == 0 else f"status {again.code}: {last_line(again.log, folder)}"
-    wrong = wrong or _same({**ran.losses, **again.losses}, whole.losses, host.tolerance)
+    wrong = wrong or other_losses({**ran.losses, **again.losses}, whole.losses, host.tolerance)
     return f"resumed after step {saved}, the same losses", wrong
 
 
@@ -130,9 +104,35 @@ def statistics(name: str, home: Path) -> Iterator[Seen]:
         wrong = "" if ran.code == 0 and warned else last_line(ran.log, folder)
         yield Seen("disk of `--moe-stats-jsonl` full", NAMES[name],
                    said.replace(str(folder), "DISK"), "the run ended well, the same losses",
-                   wrong or _same(ran.losses, whole.losses, host.tolerance))
+                   wrong or other_losses(ran.losses, whole.losses, host.tolerance))
 
 
+_ADAPTERS = """
+import sys, torch
+from moe_plugin.hosts.plain.adapters.add import add_lora
+from moe_plugin.hosts.plain.adapters.files import save_adapter
+from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
+from tests.checkpoint.hf_models import tiny
+model = tiny("qwen3_moe")
+swap_moe_blocks(model)
+add_lora(model, 8, 16)
+save_adapter(model, sys.argv[1])
+"""
+_SWARM = """
+import time
+from moe_plugin.training.resilience.swarm.trainer import Swarm
+Swarm(1)
+time.sleep(60)
+"""
+# Python imports it where its folder is in PYTHONPATH
+_SLOW = """
+import os, time
+_fsync = os.fsync
+def slow(file):
+    time.sleep(float(os.environ["SLOW_S"]) * (os.environ.get("RANK") == "1"))
+    _fsync(file)
+os.fsync = slow
+"""
 _STORE = """
 import sys, torch
 from moe_plugin import MoEConfig, MoELayer
@@ -148,6 +148,9 @@ def programs(home: Path) -> Iterator[Seen]:
     with disk(home / "disk" / "experts", 64) as folder:
         yield _ran("disk of experts full (`experts.store: disk`)", "plain PyTorch",
                    [sys.executable, "-c", _STORE, str(folder)], folder)
+    with disk(home / "disk" / "adapters", 4) as folder:
+        yield _ran("disk of adapters full (`save_adapter`)", "plain PyTorch",
+                   [sys.executable, "-c", _ADAPTERS, str(folder)], folder)
     host = HOSTS["megatron"](home / "megatron")
     run = home / "run" / "report"
     host.train(run, steps=3)
@@ -177,6 +180,55 @@ def shared_memory(home: Path) -> Iterator[Seen]:
     yield Seen("`/dev/shm` of 64 KiB, two ranks", "plain PyTorch",
                last_line(done.stdout + done.stderr, home), "the run ended well",
                "" if done.returncode == 0 else f"status {done.returncode}")
+
+
+def loaders(home: Path) -> Iterator[Seen]:
+    """The same with workers that read batches, which travel through it."""
+    host = HOSTS["fairseq"](home / "fairseq")
+    words = [*host.arguments(home / "run" / "loaders", 3), "--num-workers", "2"]
+    command = ("mount -t tmpfs -o size=64k tmpfs /dev/shm && exec fairseq-train " + " ".join(words))
+    done = subprocess.run(["unshare", "-m", "bash", "-c", command], capture_output=True, text=True,
+                          check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    log = done.stdout + done.stderr
+    yield Seen("`/dev/shm` of 64 KiB, two workers that read (`--num-workers 2`)", "fairseq",
+               last_line(log, home), "the run ended well" if done.returncode == 0 else
+               "nothing was trained", "pages of output" if "Traceback" in log else "")
+
+
+def slow_disk(home: Path) -> Iterator[Seen]:
+    """Of one of two ranks every file takes seconds longer to be on disk: less than the time-out of
+    the ranks, and more.
+    """
+    hook = home / "slow"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(_SLOW)
+    for seconds in (2, 8):
+        folder = home / "run" / f"slow-{seconds}"
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+             "scripts/train_plain.py", str(folder), "--steps", "3", "--save-every", "3",
+             "--timeout", "5"], capture_output=True, text=True, check=False, cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(hook),
+                 "SLOW_S": str(seconds)})
+        said = [line for line in done.stderr.splitlines()
+                if "CommError: " in line and "raise comm.timeout_s" in line]
+        seen = last_line(said[0] if said else done.stdout, home)
+        well = seconds < 5
+        yield Seen(f"disk on which each file takes {seconds} s, time-out 5 s", "plain PyTorch",
+                   re.sub(r"^\[rank0\]: ", "", seen),
+                   "the run ended well" if well else "no checkpoint was there",
+                   "" if well == (done.returncode == 0) and well != bool(said)
+                   else f"status {done.returncode}: {last_line(done.stderr, home)}")
+
+
+def others_folder(home: Path) -> Iterator[Seen]:
+    """A folder of another user, without the right of root to write everywhere."""
+    folder = home / "other"
+    folder.mkdir(mode=0o755)
+    os.chown(folder, 1000, 1000)
+    yield _ran("folder of another user", "plain PyTorch", [
+        "setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable,
+        "scripts/train_plain.py", str(folder / "run"), "--steps", "2"], folder)
 
 
 def starts(home: Path, count: int = 50) -> Iterator[Seen]:
@@ -219,6 +271,7 @@ def ports(home: Path) -> Iterator[Seen]:
         "`scripts/train_elastic.sh`, two replicas":
             ["bash", "scripts/train_elastic.sh", "plain", str(home / "b"), *train[1:]],
         "`scripts/train_plain.py` alone": [sys.executable, *train, str(home / "c")],
+        "the trainer of a swarm": [sys.executable, "-c", _SWARM],
         "`moe-plugin doctor`": [sys.executable, "-m", "moe_plugin.cli.main", "doctor"],
     }.items():
         found = _listening(command)
@@ -249,75 +302,6 @@ def _listening(command: Sequence[str], seconds: float = 25.0) -> list[str]:
             for where, ports in sorted(found.items())]
 
 
-def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
-         what: str = "checkpoints every 3 steps", ranks: int = RANKS) -> Seen:
-    """A run of so many minutes; memory and open files of its first rank after a fifth of the time
-    and at the end; then it is killed, and goes on.
-    """
-    host, folder = HOSTS[name](home / name), home / "soak" / f"{name} {what}".replace(" ", "-")
-    host.ranks, rows = ranks, list[tuple[int, int]]()
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(host.train, folder, None, 50_000, more)
-        until, ticks = time.monotonic() + 60 * minutes, threading.Event()
-        while time.monotonic() < until and not first.done():
-            ticks.wait(60 * minutes / 10)
-            rows += filter(None, [_used(folder)])
-        process = _process(folder)
-        if process:
-            os.kill(process, signal.SIGKILL)
-        ran = first.result()
-    wrong = "" if process and rows else f"it ended: {last_line(ran.log, folder)}"
-    saved, reached = host.saved(folder), max(ran.losses, default=0)
-    again = host.train(folder, None, reached + 2, more)
-    wrong = wrong or ("" if again.code == 0 else last_line(again.log, folder))
-    wrong = wrong or _same({step: loss for step, loss in again.losses.items() if step <= reached},
-                           ran.losses, host.tolerance)
-    begin, end = rows[min(1, len(rows) - 1)] if rows else (0, 0), rows[-1] if rows else (0, 0)
-    return Seen(f"{minutes:g} minutes, {what}", NAMES[name],
-                f"{reached} steps; memory of the first rank {begin[0]} MiB, then {end[0]} MiB; "
-                f"open files {begin[1]}, then {end[1]}",
-                f"killed; went on after step {saved} (of {reached})"
-                + ", the same losses" * (saved < reached),
-                wrong or ("open files grow" if end[1] > begin[1] + 8 else ""))
-
-
-def _process(folder: Path) -> int:
-    try:
-        return int(json.loads((folder / "moe_plugin.lock").read_text())["process"])
-    except (OSError, ValueError):
-        return 0
-
-
-def _used(folder: Path) -> tuple[int, int] | None:
-    """MiB and open files of the process that has a folder."""
-    process = _process(folder)
-    try:
-        [kib] = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
-        return int(kib) // 1024, len(os.listdir(f"/proc/{process}/fd"))
-    except (OSError, ValueError):
-        return None
-
-
-def soaks(home: Path, minutes: float) -> Iterator[Seen]:
-    """Of each host with checkpoints, and of layouts that change."""
-    for name in NAMES:
-        yield soak(name, home, minutes)
-    yield from changing(home, minutes)
-
-
-def changing(home: Path, minutes: float) -> Iterator[Seen]:
-    """Of layouts that change."""
-    changes = ",".join(f"{step}={1 + step // 20 % 2}" for step in range(20, 4000, 20))
-    yield soak("fairseq", home, minutes, ["--moe-expert-parallel-at", changes],
-               "expert-parallel size alternates between 1 and 2")
-
-
-def streaming(home: Path, minutes: float) -> Iterator[Seen]:
-    """Of weights that stream."""
-    yield soak("fairseq", home, minutes, ["--weights-on", "host"],
-               "weights that stream, one rank", ranks=1)
-
-
 def cases(home: Path, minutes: float) -> dict[str, Callable[[], Iterator[Seen]]]:
     """All by name."""
     found: dict[str, Callable[[], Iterator[Seen]]] = {}
@@ -327,6 +311,8 @@ def cases(home: Path, minutes: float) -> dict[str, Callable[[], Iterator[Seen]]]
         found[f"read-only-{name}"] = lambda name=name: read_only(name, home)
         found[f"statistics-{name}"] = lambda name=name: statistics(name, home)
     return {**found, "programs": lambda: programs(home), "shm": lambda: shared_memory(home),
+            "loaders": lambda: loaders(home), "slow": lambda: slow_disk(home),
+            "other-user": lambda: others_folder(home),
             "starts": lambda: starts(home), "files": lambda: descriptors(home),
             "ports": lambda: ports(home), "soaks": lambda: soaks(home, minutes),
             "streams": lambda: streaming(home, minutes)}

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from moe_plugin.resilience import elastic
+from moe_plugin.training.resilience import elastic
 from tests.faults import recorded, replicas
 
 if __name__ == "__main__":

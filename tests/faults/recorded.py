@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.resilience.elastic import ElasticReplica
+from moe_plugin.training.resilience.elastic import ElasticReplica
 from tests.faults.meeting import heard, meet, until, until_asked
 
 RECORD, PLAN, CAP = "steps.jsonl", "plan.json", "cap"

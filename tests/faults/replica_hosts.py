@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.resilience import elastic
+from moe_plugin.training.resilience import elastic
 from tests.distributed import free_port
 from tests.faults import recorded
 
@@ -180,7 +180,7 @@ def _fairseq(replica: Replica, batches: Mapping[int, Any]) -> None:
     from fairseq.tasks.fairseq_task import FairseqTask
 
     from moe_plugin.hosts.fairseq import trainer as of_host
-    from moe_plugin.routing import steps as of_routers
+    from moe_plugin.routing import contract as of_routers
     from tests.hosts.fairseq.commands import run_command
     from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE
 

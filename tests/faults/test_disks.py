@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disks import NAMES, Seen, cases, last_line, page
+from tests.faults.disks import cases, page
+from tests.faults.seen import NAMES, Seen, last_line
 
 MINUTES = float(os.environ.get("MOE_SOAK_MINUTES", "20"))
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts disks: only root may")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moe_plugin.folder_lock import LOCK, hold_folder
+from moe_plugin.utils.folder_lock import LOCK, hold_folder
 from scripts.emulate.faults import Fault
 from tests.distributed import run_gloo
 from tests.faults.hosts import HOSTS, SAVE_EVERY, STEPS, Host

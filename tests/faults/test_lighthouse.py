@@ -15,8 +15,8 @@ import torch
 
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 
-from moe_plugin.resilience.elastic import ElasticReplica
-from moe_plugin.resilience.quorums import IN_A_QUORUM, LIVING, Quorums, retries
+from moe_plugin.training.resilience.elastic import ElasticReplica
+from moe_plugin.training.resilience.step_votes import IN_A_QUORUM, LIVING, Quorums, retries
 from tests.distributed import free_port
 from tests.faults import replicas
 from tests.faults.meeting import WAIT_S, meet, start_lighthouse, until

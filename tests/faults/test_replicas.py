@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 
-from moe_plugin.resilience import elastic
-from moe_plugin.resilience.elastic import ElasticReplica, ModuleState, check_settings
+from moe_plugin.training.resilience import elastic
+from moe_plugin.training.resilience.elastic import ElasticReplica, ModuleState, check_settings
 from tests.distributed import free_port, listens
 from tests.faults import host_replicas, recorded, replicas
 from tests.faults.meeting import WAIT_S, meet, start_lighthouse, until, until_asked

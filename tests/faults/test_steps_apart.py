@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 
-from moe_plugin.resilience.elastic import ElasticReplica
+from moe_plugin.training.resilience.elastic import ElasticReplica
 from tests.faults.meeting import WAIT_S, meet, until
 from tests.faults.recorded import ended_in, steps_of
 from tests.faults.test_replicas import lighthouse_of as lighthouse_of  # noqa: PLC0414

@@ -15,11 +15,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
 from moe_plugin.checkpoint.formats.huggingface.files import write_folder
 from moe_plugin.checkpoint.formats.huggingface.format import state_source
+from moe_plugin.utils import checksums
 from tests.checkpoint import quantized, test_tutel
 from tests.fuzz.hostile import VALUES, replaced
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.base import convert, detect, open_source
 from moe_plugin.checkpoint.source import Key, Source, full_window
+from moe_plugin.utils import checksums
 from scripts.emulate.damage import WAYS, damage, files_of
 from tests.fuzz.hostile import bounded, is_named, replaced
 from tests.fuzz.samples import TARGETS, damage_content, format_of, sample

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_plugin.planner import load_cluster, predict_table
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.cluster import Cluster, Device, load_device
 from moe_plugin.planner.forest import Network
 from moe_plugin.planner.forest.source import find_network
 from moe_plugin.planner.model import load_model

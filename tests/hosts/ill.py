@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_plugin.cli.main import main
 from moe_plugin.layer import MoELayer
-from moe_plugin.observe.drops import RULE as DROPS
+from moe_plugin.observe.features import RULE as DROPS
 from moe_plugin.observe.findings import RULES as ALL_RULES
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import read_run

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_plugin.expert_rows import DeviceCounts
 from moe_plugin.kernels import RowGroups, kernels, strategies
 from moe_plugin.kernels.block_formats import FORMATS, quantize_mxfp8, quantize_nvfp4
 from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
 from moe_plugin.kernels.expert_ffn import OPERANDS
 from moe_plugin.kernels.gpu import scaled_grouped
-from moe_plugin.records import RowCounts
+from moe_plugin.records import DeviceCounts, RowCounts
 from tests.experts.problems import make_layer
 from tests.oracle import round_blocks
 

@@ -13,7 +13,6 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_plugin.expert_rows import DeviceCounts, RowCounts
 from moe_plugin.kernels import (
     combine_rows,
     gather_rows,
@@ -26,6 +25,7 @@ from moe_plugin.kernels.gpu.expert_ffn import expert_ffn
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.layer import MoELayer
+from moe_plugin.records import DeviceCounts, RowCounts
 from tests.combinations import Cell, all_pairs, name_of
 from tests.experts.problems import make_layer, parameters, problem
 from tests.kernels.compiled_graphs import with_own_results

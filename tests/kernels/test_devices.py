@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_plugin import machine
 from moe_plugin.comm.watchdog import TimeoutWatch
 from moe_plugin.kernels import triton_ops
 from moe_plugin.kernels.registry import kernels
 from moe_plugin.memory.copier import Copier
+from moe_plugin.utils import machine
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
-from moe_plugin.kernels.cpu import widened
+from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
 
@@ -130,7 +130,7 @@ def test_weighed_rows_are_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dots_of_16_bits_are_not_rounded_to_them(dtype: torch.dtype, piece_bytes: int,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widened, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(products, "PIECE_BYTES", piece_bytes)
     g = torch.Generator().manual_seed(0)
     position_TK, source_R, _ = problem(9, 2, 5, 3, 0)
     grad_TD = torch.randn(9, 65, generator=g).to(dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.doctor import hardware
+from moe_plugin.cli.doctor import packages
 from moe_plugin.kernels import strategies
 from moe_plugin.kernels.cpu import products
 from moe_plugin.tuning import compute_tuner
@@ -85,8 +85,8 @@ def test_the_layer_is_as_near_to_its_reference(dtype: torch.dtype, kind: str) ->
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for narrow, said in ((NARROW, "products of bfloat16 and float16 in float32"),
                          (NARROW[1:], "products of float16 in float32"), ((), None)):
-        monkeypatch.setattr(hardware, "in_float32", lambda dtype, narrow=narrow: dtype in narrow)
-        what = hardware.devices()[0]["what"]
+        monkeypatch.setattr(packages, "in_float32", lambda dtype, narrow=narrow: dtype in narrow)
+        what = packages.devices()[0]["what"]
         assert said in what if said else "products" not in what
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.kernels import route, score_functions, slot_index, top_k_stable
 from moe_plugin.kernels.choices import running_count
-from moe_plugin.kernels.cpu import widened
+from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.cpu.native.functions import EXPERTS, scores_of, why_not
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX, linear_scores
@@ -135,7 +135,7 @@ def test_scores_in_float32_keep_no_float32_copy_of_the_tokens() -> None:
 def test_gradients_of_scores_are_rounded_once(dtype: torch.dtype, piece_bytes: int,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tokens and weights in 16 bits, from scores' in float32 that have more."""
-    monkeypatch.setattr(widened, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(products, "PIECE_BYTES", piece_bytes)
     with compiled(False):
         rounded_once(dtype, 33, 12, 40)
 
@@ -168,7 +168,7 @@ def rounded_once(dtype: torch.dtype, tokens: int, experts: int, width: int) -> N
 
 
 def test_second_derivatives_of_scores_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widened, "PIECE_BYTES", 32)
+    monkeypatch.setattr(products, "PIECE_BYTES", 32)
     g = torch.Generator().manual_seed(0)
     x_TD = torch.randn(9, 4, generator=g).bfloat16().requires_grad_()
     weight_ED = torch.randn(3, 4, generator=g).bfloat16().requires_grad_()

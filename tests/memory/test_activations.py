@@ -20,7 +20,7 @@ from moe_plugin.memory.activations.swap import SwapError
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.planner.offload.activation_plan import plan
 from moe_plugin.planner.offload.activation_problem import blocks_of
-from moe_plugin.planner.offload.profile import load_profile
+from moe_plugin.planner.offload.schedule import load_profile
 from moe_plugin.planner.trials import Steady
 from tests.distributed import run_gloo
 from tests.seeds import seeded

@@ -1,4 +1,4 @@
-"""A file of experts or weights that is cut short while it is in use: a named error, no signal."""
+"""A file of experts or weights that is cut short, or has a flipped bit, while it is in use."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import HostTier, TierError
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.utils import checksums
 from tests.memory.test_stored_experts import bits, layer_of, tokens
 
 pytestmark = pytest.mark.fast
@@ -129,3 +130,29 @@ def test_damaged_headers_are_named(header: bytes, message: str, tmp_path: Path) 
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     with pytest.raises(ValueError, match=message):
         SafetensorsFile(path)
+
+
+def _flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 64]))
+
+
+def test_a_flipped_bit_is_named_where_a_sealed_file_is_opened_and_not_later(
+        given: Path, tmp_path: Path) -> None:
+    """As docs/offload.md says: the checksum is verified once, when the layer is built."""
+    sealed = tmp_path / "sealed.safetensors"
+    save_file(load_file(given), sealed, checksums.METADATA)
+    checksums.seal(sealed)
+    layer, x = layer_of("disk", tmp=sealed, number=0, **WIDE), tokens()
+    want = bits(layer, x)
+    place = layer.experts.store.weights.file.held(0)["w_in_LDF"].offset + 3  # of each expert
+    _flip(sealed, place)
+    layer.experts.store.forget()
+    assert not torch.equal(bits(layer, x), want)  # also without a checksum, as `given` has none
+    with pytest.raises(ValueError, match="sealed.safetensors.* is not a whole safetensors file"):
+        layer_of("disk", tmp=sealed, number=0, **WIDE)
+    _flip(sealed, place)
+    assert torch.equal(bits(layer_of("disk", tmp=sealed, number=0, **WIDE), x), want)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_plugin import pregate
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
+from moe_plugin.routing import pregate
 
 pytestmark = pytest.mark.fast
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError, load, save, torch_files
-from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import open_source
-from moe_plugin.checkpoint.layers import load_layer
+from moe_plugin.checkpoint.layers import load_layer, write_experts
 from moe_plugin.checkpoint.source import MODEL, Derived, DerivedSource, TensorEntry
 from moe_plugin.comm import run_simulated
 from moe_plugin.memory.experts.store import FileWeights

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin import MoELayer, pregate
+from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.memory.activations.offload import POLICIES
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.trials import Steady
+from moe_plugin.routing import pregate
 from tests.distributed import run_gloo
 from tests.memory.test_activations import same
 from tests.seeds import seeded

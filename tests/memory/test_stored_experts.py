@@ -12,13 +12,13 @@ from torch import Tensor
 from moe_plugin.checkpoint.reshard import split
 from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm import LocalComm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.comm.simulated import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import is_expert
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.tiers import TierError
-from moe_plugin.records import HostContext
 from tests.seeds import seeded
 
 D, F, E = 8, 12, 6

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from moe_plugin import MoEConfig, MoELayer, weighted_loss
 from moe_plugin.config import OffloadConfig, with_overrides
-from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients.norm import PartedClip, clip_grad_norm_
+from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.plain.blocks import MoEBlock
 from moe_plugin.hosts.plain.streamed import streamed_trainer
 from moe_plugin.memory.copier import Copier
-from moe_plugin.memory.flat import aligned_buffer
+from moe_plugin.memory.passes import aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.files import load_weights, save_weights
@@ -28,6 +27,7 @@ from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
 from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.routing import finish_step_of_any
+from moe_plugin.training.gradients.sync import PartedClip, clip_grad_norm_
 
 pytestmark = pytest.mark.fast
 

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from moe_plugin import TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import OffloadConfig
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.gradients.norm import clip_grad_norm_
-from moe_plugin.gradients.replicas import mark_replicas, replica_comm
-from moe_plugin.gradients.sync import sync_gradients
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.plain.streamed import BlockGradients, streamed_trainer
+from moe_plugin.training.gradients.replicas import mark_replicas, replica_comm
+from moe_plugin.training.gradients.sync import clip_grad_norm_, sync_gradients
 from tests.distributed import run_gloo
 from tests.memory.test_weights import ADAM, SGD, batches, model, same
 

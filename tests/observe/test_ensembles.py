@@ -9,8 +9,7 @@ import pytest
 
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.history.fairseq_log import parse_step
-from moe_plugin.observe.report.ensembles import ensemble
-from moe_plugin.observe.report.figure_records import HeatMap, LineChart
+from moe_plugin.observe.report.figure_records import HeatMap, LineChart, ensemble
 from moe_plugin.observe.report.page import render
 
 pytestmark = pytest.mark.fast

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.observe.given import OFF, ON, chosen
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run, read_runs
-from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
-from moe_plugin.observe.history.records import comparable
+from moe_plugin.observe.history.records import comparable, written
+from moe_plugin.observe.model_layers import OFF, ON, chosen
 
 pytestmark = pytest.mark.fast
 

@@ -73,6 +73,12 @@ def test_a_z_loss_balances_nothing() -> None:
         assert ("no_balance" in rules(record(uneven, 1, losses={name: 1.0}))) == missing, name
 
 
+def test_a_router_may_balance_without_a_loss() -> None:
+    uneven = towards_the_same(8, 1, 0.6)
+    for calls, rule in ((0.0, "no_balance"), (2.0, "uneven")):
+        assert rules(record(uneven, 1, losses={}, calls=2.0, self_balanced_calls=calls)) == {rule}
+
+
 def test_two_of_four_experts_for_all_tokens() -> None:
     (found, dead) = findings(run_of(*[record([TOKENS, TOKENS, 0, 0], 2)] * 40))
     assert found.rule == "collapse" and dead.rule == "dead_experts"

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from moe_plugin.messages import progress
 from moe_plugin.observe import first_step
+from moe_plugin.utils.messages import progress
 
 pytestmark = pytest.mark.fast
 

@@ -29,7 +29,10 @@ from moe_plugin.observe.recorder import FOLD_AT, summary
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import JsonlSink
 from moe_plugin.output import LayerStats
-from moe_plugin.regular_files import open_append
+from moe_plugin.records import TokenInfo
+from moe_plugin.routing import routers
+from moe_plugin.routing.contract import balances_by_itself
+from moe_plugin.utils.regular_files import open_append
 
 pytestmark = pytest.mark.fast
 
@@ -65,6 +68,23 @@ def test_sums_and_means_over_calls() -> None:
     assert logs["moe_rows_sent_per_token"] == 3 / 6
     assert logs["moe_rows_between_nodes_per_token"] == 1 / 6
     assert logs["moe_rows_saved_by_sending_once"] == 1 - 3 / 5  # of 6 choices one was dropped
+
+
+def test_a_record_says_whether_the_router_balances_without_a_loss() -> None:
+    """As every router declares it."""
+    recorder, declared = StatsRecorder(ObserveConfig(interval=1)), {}
+    for name in routers.names():
+        settings = {"groups": 2, "group_top_k": 1} if name in ("sam", "group_limited") else {}
+        settings |= {"hash": {"vocabulary": 9}} if name == "hash" else {}
+        layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 4, "losses": {},
+                                    "router": {"name": name, **settings}}))
+        out = layer(torch.randn(8, 4), info=TokenInfo(token_ids_T=torch.arange(8)))
+        recorder.add(name, out.stats)
+        declared[name] = int(balances_by_itself(layer.router))
+    records = recorder.reduce()
+    assert {name: one["self_balanced_calls"] for name, one in records.items()} == declared
+    assert {name for name, balanced in declared.items() if balanced} >= {
+        "sigmoid_bias", "sinkhorn", "base", "hash"} and not declared["topk"]
 
 
 def test_ranks_with_the_same_tokens_count_once() -> None:

@@ -28,11 +28,16 @@ from moe_plugin.observe.history import (
     StepRecord,
     read_run,
 )
-from moe_plugin.observe.report.compare import comparison, history
 from moe_plugin.observe.report.content import NAME, sections, summary
 from moe_plugin.observe.report.draw_svg import LEVELS, level, short_names, top_of
 from moe_plugin.observe.report.figure_records import Bands, HeatMap, LineChart, line, thinned
-from moe_plugin.observe.report.page import render, render_comparison, write_report
+from moe_plugin.observe.report.page import (
+    comparison,
+    history,
+    render,
+    render_comparison,
+    write_report,
+)
 from moe_plugin.observe.report.text import number, shortened, ticks
 from moe_plugin.planner.choice import LayoutChoice
 

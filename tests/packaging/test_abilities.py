@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_plugin.cli import main as command_line
-from moe_plugin.cli.doctor.registries import import_everything
+from moe_plugin.cli.doctor.packages import import_everything
 from moe_plugin.config.flags import flag_specs
-from moe_plugin.registry import KINDS
-from moe_plugin.run_features import FEATURES
+from moe_plugin.training.run_features import FEATURES
+from moe_plugin.utils.registry import KINDS
 
 LIST = Path(__file__).with_name("abilities.txt")
 

@@ -30,14 +30,14 @@ LABORATORY = (MEASURES, f"{SCRIPTS}.emulate")
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
     "planner.offload.peers.versus_pipeline",
-    "resilience.averaging_peers.StreamedPeer",
+    "training.resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
 ASKED_BY_BENCHMARKS = {
     "hosts.megatron.compat.core.destroy_groups",
     "hosts.megatron.compat.core.forget_losses", "hosts.megatron.compat.core.gpt_moe_layer_spec",
     "hosts.megatron.compat.cpu.building",
-    "planner.shared_token_schedules.schedule_s", "planner.shared_token_schedules.schedule_tasks",
+    "planner.events.schedule_s", "planner.events.schedule_tasks",
     "planner.units.parse_rate", "planner.units.parse_time",
 }
 

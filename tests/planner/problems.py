@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device, Link
 from moe_plugin.planner.model import ModelShape
 
 A100 = Device(name="a100", flops=150e12, half_rows=256, memory_bytes_s=1.3e12, launch_s=1e-5,

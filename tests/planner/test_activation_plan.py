@@ -20,7 +20,7 @@ from moe_plugin.planner.offload.activation_problem import (
     blocks_of,
     least_bytes,
 )
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile
 
 
 def even(count: int, copy_s: float = 1.0) -> list[SwapBlock]:

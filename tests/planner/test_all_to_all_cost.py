@@ -23,13 +23,13 @@ from moe_plugin.planner import (
     predict_table,
 )
 from moe_plugin.planner.all_to_all_cost.phases import overlapped_s
-from moe_plugin.planner.files import record
 from moe_plugin.planner.fit import Measurement, fit, nonnegative_least_squares, relative_errors
 from moe_plugin.planner.units import (
     parse_grid,
     parse_rate,
     parse_size,
     parse_time,
+    record,
 )
 from scripts.bench.all_to_all import wire_floor_s
 

@@ -10,8 +10,7 @@ import pytest
 
 from moe_plugin.cli.main import main
 from moe_plugin.cli.measure.device import ROWS, fit_products
-from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.planner.device import Device, load_device
+from moe_plugin.planner.cluster import Device, load_cluster, load_device
 from moe_plugin.planner.prefill import load_kernels
 
 pytestmark = pytest.mark.fast

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.planner.forest import Network
-from moe_plugin.planner.forest.nvidia import network_of, parse_table
 from moe_plugin.planner.forest.presets import PRESETS, preset
-from moe_plugin.planner.forest.source import find_network
+from moe_plugin.planner.forest.source import find_network, network_of, parse_table
 
 pytestmark = pytest.mark.fast
 

@@ -16,13 +16,13 @@ from moe_plugin.cli.planning.explain import explain, head_room
 from moe_plugin.cli.planning.launch import host_flags, plan_yaml
 from moe_plugin.config import both_from_yaml, from_dict
 from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices
-from moe_plugin.planner.device import Device
-from moe_plugin.planner.files import record
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.layer_cost import layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape, load_model
 from moe_plugin.planner.model_search import Space, alternatives, search, value_of
 from moe_plugin.planner.once import rows_of_token
 from moe_plugin.planner.plan_cost import PlanCost, gradient_s, lower_bound_s, plan_cost
+from moe_plugin.planner.units import record
 from tests.cli.examples import Shell, commands
 from tests.planner.problems import A100, cluster, model
 
@@ -263,6 +263,8 @@ def test_command_text_and_files(tmp_path: Path, capsys) -> None:
     ]) == 0
     text = capsys.readouterr().out
     assert "plans, fastest first" in text and "wrote" in text
+    unfitted = "(device a100_80g: not fitted to measurements; cluster a100_ib: not fitted"
+    assert "predicted step: " in text and unfitted in text
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     assert from_dict(yaml.safe_load(
         (tmp_path / "out" / "moe.yaml").read_text())).parallel.mode == "auto"
@@ -270,7 +272,7 @@ def test_command_text_and_files(tmp_path: Path, capsys) -> None:
     assert "torchrun --nnodes 2 --nproc_per_node 8" in script
     assert f"--moe-config {tmp_path}" in script
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "launch.sh", "moe.yaml", "prediction.json"]
+        "launch.sh", "moe.yaml"]
 
 
 @pytest.mark.parametrize("more", [[], ["--script", "pretrain_gpt.py", "--data", "a prefix"],
@@ -337,3 +339,17 @@ def test_groups_of_experts_bound_the_rows_that_are_predicted() -> None:
 def test_groups_that_do_not_fit_are_refused(values: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(model(), experts=64, top_k=8, **values)
+
+
+def test_skew_lengthens_what_the_busiest_rank_does() -> None:
+    plan = ModelPlan(tp=1, pp=1, dp=8, ep=8, etp=1, micro_batch=2, layout=LayoutChoice(r=1))
+    m, c = model(), cluster(2, 4)
+    skewed = dataclasses.replace(m, skew=2.0)
+    even, found = (plan_cost(one, c, A100, plan) for one in (m, skewed))
+    assert all(1 < b / a <= 2 for a, b in (
+        (even.time["MoE layers"], found.time["MoE layers"]),
+        (even.memory["MoE rows and gathered"], found.memory["MoE rows and gathered"])))
+    made = dataclasses.replace(plan, layout=LayoutChoice(r=0))
+    assert plan_cost(skewed, c, A100, made).time == plan_cost(m, c, A100, made).time
+    with pytest.raises(ValueError, match=f"model skew=99 does not fit experts={m.experts}"):
+        dataclasses.replace(m, skew=99)

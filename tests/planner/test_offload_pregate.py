@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.offload.pregate import (
     DESIGNS,

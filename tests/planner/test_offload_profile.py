@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile, load_profile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile, load_profile
 
 pytestmark = pytest.mark.fast
 

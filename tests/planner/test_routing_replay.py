@@ -11,8 +11,7 @@ import pytest
 
 from moe_plugin.cli.main import main
 from moe_plugin.observe.traces import read_traces, trace_path
-from moe_plugin.planner.cluster import Cluster, load_cluster
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device, load_cluster
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.routing_replay import (
     as_dict,

@@ -9,14 +9,14 @@ import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.collectives import GroupShape, all_reduce_s, all_to_all_s
-from moe_plugin.planner.events import simulate
-from moe_plugin.planner.layer_cost import LayerShape, layer_cost
-from moe_plugin.planner.shared_token_schedules import (
+from moe_plugin.planner.events import (
     ParmShape,
     schedule_s,
     schedule_tasks,
+    simulate,
 )
+from moe_plugin.planner.layer_cost import LayerShape, layer_cost
+from moe_plugin.planner.once import GroupShape, all_reduce_s, all_to_all_s
 from tests.planner.problems import A100, cluster
 
 pytestmark = pytest.mark.fast

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.config.parallel import ParallelConfig
 from moe_plugin.planner.choice import LayoutChoice, combinations
-from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Cluster, Device, Link
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices, spill_costs
 from moe_plugin.planner.spill import LEAST_GAIN, SpillCosts, SpillPlan, plan_spill
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile
 from moe_plugin.planner.offload.weight_streaming import (
     Layer,
     Streamed,

@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin import machine
 from moe_plugin.comm import functional, handles
 from moe_plugin.dispatch import bundles, deepep, nccl_ep
 from moe_plugin.dispatch.hybridep import HybridEP
 from moe_plugin.dispatch.once import Forwarding
 from moe_plugin.dispatch.token_exchange import TokenDispatcher
-from moe_plugin.gradients.replicas import Bucket
-from moe_plugin.kernels.row_weight_grads import RowWeightGrads
+from moe_plugin.kernels.weight_grads import RowWeightGrads
 from moe_plugin.memory.activations.swap import SwappedStorage
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.experts.cache import ExpertCache
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.slots import Slots
+from moe_plugin.training.gradients.replicas import Bucket
+from moe_plugin.utils import machine
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import triton  # noqa: F401
 
 from moe_plugin.comm import LocalComm, Topology, TorchComm
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.gradients.sync import reduce_experts
-from moe_plugin.pregate import link
+from moe_plugin.routing.pregate import link
+from moe_plugin.training.gradients.sync import reduce_experts
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.cells import traits_of
 from tests.exactness.spills import planned, random_planner

@@ -8,8 +8,8 @@ import pytest
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
-from moe_plugin.records import HostContext
 from tests.logs import warned
 
 pytestmark = pytest.mark.fast

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
-from moe_plugin.records import HostContext, Routing, TokenInfo
+from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule, finish_step, needs_of, routers
 
 pytestmark = pytest.mark.fast

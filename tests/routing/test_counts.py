@@ -13,14 +13,13 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin import pregate
 from moe_plugin.config import from_dict
-from moe_plugin.ensembles.cmcl import EnsembleHeads
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.model_layers import listen_to
-from moe_plugin.routing import finish_step
-from moe_plugin.routing.steps import RouterSteps
-from moe_plugin.run import StepFacts
+from moe_plugin.routing import finish_step, pregate
+from moe_plugin.routing.contract import RouterSteps
+from moe_plugin.training.ensembles.cmcl import EnsembleHeads
+from moe_plugin.utils.run_feature import StepFacts
 from tests.exactness.recomputed import ROUTERS, blocks_of, forward, inputs
 
 COUNTING: dict[str, dict[str, Any]] = {

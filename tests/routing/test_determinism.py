@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_plugin import MoELayer, determinism
+from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, routers
 from moe_plugin.routing.replay import record_routing, replay_routing
+from moe_plugin.utils import determinism
 from tests.routing.references import reference_of
 
 LOSSES = {

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.messages import warn_once
 from moe_plugin.routing import build_router
 from moe_plugin.routing.replay import checkpoint
+from moe_plugin.utils.messages import warn_once
 
 pytestmark = pytest.mark.fast
 ROUTERS = ["topk", "switch", "cosine", "group_limited", "sigmoid_bias"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moe_plugin.comm import run_simulated
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, finish_step
 
 pytestmark = pytest.mark.fast

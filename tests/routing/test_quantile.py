@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.resilience.vote import refuse_reported_loads
 from moe_plugin.routing import QuantileRouter, build_router, finish_step
+from moe_plugin.training.resilience.vote import refuse_reported_loads
 from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast

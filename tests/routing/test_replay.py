@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext
 from moe_plugin.routing.replay import record_routing, replay_routing
 from tests.exactness.recomputed import (
     KINDS,

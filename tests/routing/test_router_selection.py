@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import CommError
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import ObserveConfig, from_dict
-from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.observe import StatsRecorder
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import SelectionCall, finish_step, number_layers, router_selections
 from moe_plugin.routing.replay import checkpoint, record_routing, replay_routing
 from tests.distributed import run_gloo

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, run_simulated
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import (
     Router,
     ScoreFunction,

@@ -15,7 +15,7 @@ import triton  # noqa: F401  (ranks are forked from a process that has imported 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, Topology
 from moe_plugin.config import from_dict
-from moe_plugin.machine import pinned_buffer, to_device
+from moe_plugin.utils.machine import pinned_buffer, to_device
 from tests.streams.capture_lint import CaptureLint
 from tests.streams.fake import install
 from tests.streams.gpu import CUDA, Event, Stream
@@ -138,5 +138,5 @@ def statements() -> dict[str, list[str]]:
 
 
 def _careless(function: Callable[..., object], *args: object) -> None:
-    with patch("moe_plugin.machine.capturing", lambda device: False):
+    with patch("moe_plugin.utils.machine.capturing", lambda device: False):
         function(*args)

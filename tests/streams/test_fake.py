@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe_plugin.machine import pinned_buffer
 from moe_plugin.memory.copier import Copier
+from moe_plugin.utils.machine import pinned_buffer
 from tests.preloaded import Server
 from tests.streams.fake import install
 from tests.streams.gpu import CUDA, Event, Stream

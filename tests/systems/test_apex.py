@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_plugin.gradients import fused
-from moe_plugin.gradients.multi_tensor import scale_, squared_norm
+from moe_plugin.training.gradients import fused
+from moe_plugin.training.gradients.multi_tensor import scale_, squared_norm
 
 STAND_IN = Path(__file__).parents[1] / "fake_apex"
 _LISTS = "chunk_size noop_flag tensor_lists"
@@ -123,7 +123,7 @@ def our_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...
     noted.cache_clear = imported.cache_clear  # type: ignore[attr-defined]  # of the fixture
     monkeypatch.setattr(fused, "imported", noted)
     pytest.importorskip("megatron.core", reason="norms are those of Megatron's layers")
-    from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
+    from moe_plugin.hosts.megatron.compat.sequence_parts import LocalNorm
 
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     for kind, theirs in (("LayerNorm", torch.nn.LayerNorm(8)), ("RMSNorm", torch.nn.RMSNorm(8))):

@@ -16,8 +16,8 @@ from moe_plugin.comm import Comm, Topology, run_simulated
 from moe_plugin.comm.base import NATIVE, Collectives
 from moe_plugin.comm.forest import Forest, plan_few
 from moe_plugin.config import CommConfig, from_dict
-from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
+from moe_plugin.training.gradients.sync import reduce_experts
 from moe_plugin.tuning.collectives import AutoCollectives, network_of, with_collectives
 from moe_plugin.tuning.prepare_group import prepare
 from scripts.emulate import networks

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_plugin.cli.doctor import registries
+from moe_plugin.cli.doctor import packages
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import ExpertsConfig, from_dict
 from moe_plugin.experts import strategies
@@ -304,7 +304,7 @@ def small_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MeasuredCho
     held = SharedChoices()
     held.choices = known
     monkeypatch.setattr(Workspace, "state", lambda memory, kind: held)
-    monkeypatch.setattr(registries, "ChoiceFiles", lambda: known.files)
+    monkeypatch.setattr(packages, "ChoiceFiles", lambda: known.files)
     return known
 
 
@@ -449,9 +449,9 @@ def test_every_candidate_runs_in_a_trial(gated: bool) -> None:
 
 
 def test_the_doctor_lists_what_was_measured(small_counts: MeasuredChoices) -> None:
-    assert registries.choice_rows() == []
+    assert packages.choice_rows() == []
     small_counts.files.put(("a CPU: 64 rows an expert, of fused grouped", ()), KeptDecision(
         "fused", "measured: fused 1 s, grouped 2 s", 0.07))
-    [row] = registries.choice_rows()
+    [row] = packages.choice_rows()
     assert row["name"] in strategies and "rows an expert" in row["load"] and row["why"].startswith(
         "measured") and row["spread"] == "7 %" and row["age"].endswith("s")

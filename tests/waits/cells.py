@@ -19,10 +19,11 @@ from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, Topology
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.pregate import link
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
+from moe_plugin.routing.pregate import link
 from moe_plugin.routing.routers import base_layer as assignment
 from moe_plugin.tuning.default_hardware import Calibration
 from tests.combinations import Cell

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin.machine import cache_home, user_cache
-from moe_plugin.messages import short
+from moe_plugin.utils.machine import cache_home, user_cache
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent

@@ -25,7 +25,7 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +113,14 @@ class Format(ABC):
             one, and of a source of another one with the names of this; "neutral" stands for the
             names of `moe_plugin.checkpoint.neutral`. They raise `CheckpointError` where a tensor or
             setting has no place there, by its name.
+        becomes: formats that it is converted to and from; empty: all to which there is a way.
     """
 
     name: ClassVar[str]
     sizes: ClassVar[frozenset[str]] = frozenset()
     views_as: ClassVar[Mapping[str, MakesView]] = {}
     views_of: ClassVar[Mapping[str, MakesView]] = {}
+    becomes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def detect(self, path: Path, trust: bool = False) -> bool:
@@ -240,6 +242,17 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
 def _of_format(what: str, format: str) -> AbstractContextManager[None]:
     return refused_if_unreadable(f"{what} holds something else than format {format!r}",
                                  "use another checkpoint, or name its format with --from")
+
+
+def check_pair(origin: str, to: str) -> None:
+    """`CheckpointError` where a format is not converted to another one."""
+    for name, other in ((origin, to), (to, origin)):
+        known = formats.get(name).becomes
+        if known and other not in (name, *known):
+            raise CheckpointError(
+                f"format {origin!r} does not become {to!r}: {name!r} is converted to and from "
+                f"{', '.join(known)} alone (conversions of fairseq's language models to other "
+                "frameworks were removed: commit 0d376454 has them)")
 
 
 def convert(source: Source, to: str) -> Source:

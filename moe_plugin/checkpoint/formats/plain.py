@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -39,8 +38,9 @@ from moe_plugin.checkpoint.source import (
     refused_if_unreadable,
 )
 from moe_plugin.checkpoint.torch_files import open_mapping
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, write_whole
 
 VERSION = 1
 INDEX = "index.json"

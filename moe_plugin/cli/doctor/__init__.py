@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moe_plugin.cli.doctor import packages
 from moe_plugin.cli.doctor.report import first, render, rest, verdict
-from moe_plugin.quiet import quiet
 from moe_plugin.tuning.compute_times import ChoiceFiles
+from moe_plugin.utils.quiet import quiet
 
 
 def doctor_options(parser: argparse.ArgumentParser) -> None:

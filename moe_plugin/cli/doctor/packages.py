@@ -4,16 +4,154 @@ imports with our adapter, and which fused parts the hosts use.
 
 from __future__ import annotations
 
+import importlib
+import os
+import pkgutil
+import platform
 import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from moe_plugin.gradients import fused
+import torch
+
+import moe_plugin
+from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.kernels.cpu import products
+from moe_plugin.kernels.cpu.native import functions
+from moe_plugin.kernels.cpu.products import in_float32
+from moe_plugin.planner.units import show_size, show_time
+from moe_plugin.training.gradients import fused
+from moe_plugin.training.run_features import FEATURES
+from moe_plugin.tuning.compute_times import ChoiceFiles
+from moe_plugin.utils.machine import cpu_name
+from moe_plugin.utils.registry import KINDS
+
+# What registers by name and cannot run here, what is kept of measurements, what hosts lack.
+
+# commands; the others import fairseq or Megatron
+_APART = ("moe_plugin.cli", "moe_plugin.hosts")
+_OPTIONAL = {"rich", "triton"}
+
+
+def import_everything() -> list[dict[str, str]]:
+    """Import all modules but hosts and commands, so that every name is registered.
+
+    Returns:
+        What failed to import: `module`, `reason`.
+    """
+    failed = []
+    names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
+    while names:
+        name = names.pop()
+        if name in _APART:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name in _OPTIONAL:
+                # such modules are imported where the extra is used; the list of packages says that
+                # it is missing
+                continue
+            failed.append({"module": name, "reason": str(error)})
+            continue
+        except ImportError as error:
+            failed.append({"module": name, "reason": str(error)})
+            continue
+        paths = vars(module).get("__path__", [])  # only packages have one
+        names += [m.name for m in pkgutil.iter_modules(paths, f"{name}.")]
+    return failed
+
+
+def missing_rows() -> list[dict[str, str]]:
+    """Registered names that cannot run here: kind, name and reason; without peers of benchmarks."""
+    return [{"kind": kind, "name": entry.name, "reason": reason}
+            for kind in sorted(set(KINDS) - {"bench_peer"}) for entry in KINDS[kind]
+            if (reason := entry.why_not()) is not None]
+
+
+def choice_rows() -> list[dict[str, str]]:
+    """What `experts.compute=auto` has measured on this machine and kept: load, name of the choice,
+    why, how long ago, and how far the measurements that chose it differ.
+    """
+    return [{"load": key, "name": kept.name, "why": kept.why,
+             "age": show_time(max(0.0, time.time() - kept.made)),
+             "spread": f"{100 * kept.spread:.0f} %"} for key, kept in ChoiceFiles().listed()]
+
+
+def run_rows() -> list[dict[str, str]]:
+    """What a run may have around its steps: setting, the hosts that have it, and of each other one
+    why it has not, and the remedy.
+    """
+    settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
+    return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
+             "what": "; ".join(f"{host}: {lack.reason} ({lack.remedy})"
+                               for (lacking, host), lack in LACKS.items() if lacking == name)}
+            for name in settings]
+
+
+# Devices, and what is compiled for the CPU.
+DRIVER = "/dev/nvidiactl"  # is there where NVIDIA's driver is loaded
+
+
+def devices() -> list[dict[str, str]]:
+    """One row for the CPU and for every GPU that torch finds."""
+    threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    rows = [{
+        "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
+        "what": f"{cpu_name()}, {threads}{_widened()}"
+    }]
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        rows.append({
+            "name": f"cuda:{index}", "state": "active",
+            "what": f"{p.name}, {show_size(p.total_memory)}, compute capability "
+                    f"{p.major}.{p.minor}"
+        })
+    if not torch.cuda.is_available():
+        rows.append({"name": "cuda", "state": "not available", "what": _why_no_cuda()})
+    return rows
+
+
+def _widened() -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16)
+             if in_float32(dtype)]
+    return f"; experts' products of {' and '.join(names)} in float32: no instructions for them" \
+        if names else ""
+
+
+def compiled() -> list[dict[str, str]]:
+    """What is compiled for the CPU, at the latest now; elsewhere torch's operations compute it."""
+    found = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
+    found.append(("several experts at a time, float32", products.why_one_by_one()))
+    found.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
+                  functions.why_not(None)))
+    return [{"name": name, "state": "not available" if reason else "active",
+             "what": f"by torch: {reason}" if reason else ""} for name, reason in found]
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return f"torch is built for CUDA {torch.version.cuda}, but finds no GPU"
+
+
+def unused_gpu() -> str | None:
+    """Why torch uses no GPU although a driver is loaded; None: it does, or there is none."""
+    if torch.cuda.is_available() or not os.path.exists(DRIVER):
+        return None
+    return f"a GPU's driver is loaded, and {_why_no_cuda()}"
+
+
+def environment() -> dict[str, Any]:
+    """Python and platform."""
+    return {"python": platform.python_version(), "platform": platform.platform()}
 
 
 @dataclass(frozen=True)

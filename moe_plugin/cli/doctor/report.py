@@ -3,25 +3,143 @@
 from __future__ import annotations
 
 import textwrap
+from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from moe_plugin import __version__
-from moe_plugin.cli.doctor import hardware, packages, registries, selfcheck
-from moe_plugin.messages import aligned
+from moe_plugin import MoEConfig, MoELayer, __version__
+from moe_plugin.cli.doctor import packages
+from moe_plugin.comm import LocalComm, run_simulated
+from moe_plugin.comm.base import Comm
+from moe_plugin.config import DispatchConfig
+from moe_plugin.dispatch import dispatchers
+from moe_plugin.utils.messages import aligned, tracked
+
+# A tiny forward and backward pass of every dispatcher against a dense computation in float64.
+TOKENS, WIDTH, EXPERTS, RANKS = 24, 16, 4, 2
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
+    """One row per device, dtype, dispatcher and number of (simulated) ranks; one rank on a GPU,
+    whose backward passes torch runs in one thread: ranks would wait for each other there.
+
+    Each has the largest relative errors of outputs and gradients, and whether they are small.
+    """
+    cases = []
+    for device in kinds:
+        on_cpu = device.type == "cpu"
+        for dtype in (torch.float32,) if on_cpu else (torch.float32, torch.bfloat16):
+            for entry in dispatchers:
+                if entry.why_not() is None:
+                    cases += [(device, dtype, entry.name, ranks)
+                              for ranks in ((1, RANKS) if on_cpu else (1,))]
+    return [_row(*case) for case in tracked(cases, "self check", "check")]
+
+
+def _row(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) -> dict[str, Any]:
+    row = {"device": str(device), "dtype": str(dtype).removeprefix("torch."),
+           "dispatcher": dispatcher, "ranks": ranks}
+    try:
+        output, gradients = _errors(device, dtype, dispatcher, ranks)
+    except Exception as error:  # noqa: BLE001 - the report shows any failure
+        return {**row, "ok": False, "output_error": None, "gradient_error": None,
+                "reason": f"{type(error).__name__}: {error}"}
+    ok = max(output, gradients) <= TOLERANCE[dtype]
+    reason = f"differs from the dense computation by more than {TOLERANCE[dtype]}"
+    return {**row, "ok": ok, "output_error": output, "gradient_error": gradients,
+            "reason": None if ok else reason}
+
+
+def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
+            ranks: int) -> tuple[float, float]:
+    # capacity 0 never drops, and every dispatcher takes it; the default one runs without capacity
+    factor = None if dispatcher == DispatchConfig().name else 0.0
+    config = MoEConfig(model_dim=WIDTH, num_experts=EXPERTS,
+                       dispatch=DispatchConfig(name=dispatcher, capacity_factor=factor))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = MoELayer(config, LocalComm(), dtype=dtype, device=device)
+        x_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
+        target_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
+        # some dispatchers are for ranks that all hold the same tokens
+        same_tokens = dispatchers.get(dispatcher).traits.shares_tokens
+
+        def piece(x_TD: Tensor, comm: Comm) -> Tensor:
+            return x_TD if same_tokens else x_TD.chunk(comm.size)[comm.rank]
+
+        shards = run_simulated(
+            ranks, lambda comm: _run(_share(whole, config, comm), piece(x_TD, comm),
+                                     piece(target_TD, comm)))
+        if same_tokens:
+            shards = [
+                shard if rank == 0 else (shard[0][:0], shard[1][:0], *shard[2:])
+                for rank, shard in enumerate(shards)
+            ]
+        out_TD, *gradients = (torch.cat(parts) for parts in zip(*shards, strict=True))
+        want_TD, *wanted = dense(whole, x_TD, target_TD)
+    errors = [_relative(g, w) for g, w in zip(gradients, wanted, strict=True)]
+    return _relative(out_TD, want_TD), max(errors)
+
+
+def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
+    """This rank's layer, with the weights of the whole layer."""
+    layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype,
+                     device=whole.router.weight_ED.device)
+    first, local = comm.rank * layer.placement.local, layer.placement.local
+    with torch.no_grad():
+        layer.router.weight_ED.copy_(whole.router.weight_ED)
+        for mine, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
+            mine.copy_(full[first : first + local])
+    return layer
+
+
+def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
+    """(output [T, D], input gradient [T, D], gradients of both expert matrices) of one step.
+
+    The loss is sum(output * target).
+    """
+    x_TD = x_TD.clone().requires_grad_()
+    out_TD = layer(x_TD).output
+    (out_TD * target_TD).sum().backward()
+    return out_TD.detach(), x_TD.grad, layer.experts.w_in_LDF.grad, layer.experts.w_out_LFD.grad
+
+
+def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
+    """What `_run` returns, in float64 with every expert on every token.
+
+    y(t) = sum_e weight(t, e) FFN_e(x(t)); x_TD, target_TD: [T, D], any floating dtype.
+    """
+    layer, x_TD = deepcopy(layer).double(), x_TD.detach().double().requires_grad_()
+    routing = layer.router(x_TD)
+    weight_TE = torch.zeros(x_TD.shape[0], EXPERTS, dtype=torch.float64, device=x_TD.device)
+    weight_TE = weight_TE.scatter(1, routing.ids_TK, routing.weights_TK)
+    e = layer.experts
+    out_TD = x_TD.new_zeros(x_TD.shape)
+    for i in range(EXPERTS):
+        inner_TF = F.gelu(x_TD @ e.w_in_LDF[i] + e.bias_in_LF[i])
+        out_TD = out_TD + weight_TE[:, i, None] * (inner_TF @ e.w_out_LFD[i] + e.bias_out_LD[i])
+    (out_TD * target_TD.double()).sum().backward()
+    return out_TD.detach(), x_TD.grad, e.w_in_LDF.grad, e.w_out_LFD.grad
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).abs().max() / want.abs().max())
 
 
 def first() -> dict[str, Any]:
     """What says whether the layer works, ready for JSON. `works`: whether the self check passed."""
     gpu = torch.cuda.is_available()
-    checks = selfcheck.check_rows([torch.device("cpu"),
+    checks = check_rows([torch.device("cpu"),
                                    *([torch.device("cuda")] if gpu else [])])
     return {
-        "moe_plugin": __version__, **hardware.environment(),
+        "moe_plugin": __version__, **packages.environment(),
         "works": bool(checks) and all(row["ok"] for row in checks), "self_check": checks,
-        "devices": hardware.devices(), "unused_gpu": hardware.unused_gpu(),
-        "compiled": hardware.compiled(), "packages": packages.package_rows(gpu),
+        "devices": packages.devices(), "unused_gpu": packages.unused_gpu(),
+        "compiled": packages.compiled(), "packages": packages.package_rows(gpu),
     }
 
 
@@ -33,9 +151,9 @@ def rest(everything: bool) -> dict[str, Any]:
     if not everything:
         return {}
     return {
-        "failed_imports": registries.import_everything(), "fused": packages.fused_rows(),
-        "missing": registries.missing_rows(), "runs": registries.run_rows(),
-        "expert_compute_choices": registries.choice_rows(),
+        "failed_imports": packages.import_everything(), "fused": packages.fused_rows(),
+        "missing": packages.missing_rows(), "runs": packages.run_rows(),
+        "expert_compute_choices": packages.choice_rows(),
     }
 
 

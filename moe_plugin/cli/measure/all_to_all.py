@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.checkout import laboratory
 from moe_plugin.cli.links import refuse_links
 from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
 from moe_plugin.config import CommConfig
-from moe_plugin.machine import memory_bytes, wait_for_device
-from moe_plugin.messages import short
 from moe_plugin.planner import COSTS, Cluster, predict
 from moe_plugin.planner.fit import Measurement
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.prepare_group import prepare
+from moe_plugin.utils.checkout import laboratory
+from moe_plugin.utils.machine import memory_bytes, wait_for_device
+from moe_plugin.utils.messages import short
 
 NAMES = "native,linear,2dh,leader,auto"
 BURST = 3

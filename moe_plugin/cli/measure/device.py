@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_plugin.expert_rows import RowCounts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.machine import memory_bytes, wait_for_device
-from moe_plugin.messages import short
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.fit import nonnegative_least_squares
+from moe_plugin.records import RowCounts
 from moe_plugin.tuning.compute_tuner import ComputeLoad, candidates, computed
+from moe_plugin.utils.machine import memory_bytes, wait_for_device
+from moe_plugin.utils.messages import short
 
 ROWS = (8, 32, 128, 512, 2048)
 KERNEL_ROWS = (1, 16, 64, 256, 1024, 4096)

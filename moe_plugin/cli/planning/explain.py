@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.device import HEAD_ROOM, Device
+from moe_plugin.planner.cluster import HEAD_ROOM, Cluster, Device
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.model_search import Found, Space, alternatives, value_of
+from moe_plugin.planner.offload.activation_problem import RECOMPUTE
 from moe_plugin.planner.plan_cost import PlanCost
 from moe_plugin.planner.units import show_change, show_size, show_time
 
@@ -29,6 +30,17 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
     }
 
 
+def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
+    """The predicted step of a plan, with the errors of the fits that it is made from."""
+    inputs: dict[str, Device | Cluster] = {"device": device}
+    if cluster.ranks > 1:
+        inputs["cluster"] = cluster
+    errors = (f"{what} {one.name}: " + (
+        "not fitted to measurements" if one.fit_error is None else
+        f"the fit is off by {one.fit_error:.0%} on average") for what, one in inputs.items())
+    return f"predicted step: {show_time(cost.seconds)} ({'; '.join(errors)})"
+
+
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
     """The ranking, the best plan's time and memory, and what each change would cost."""
     best = found.plans[0]
@@ -40,16 +52,23 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
         f"costed {found.tried} layouts; {found.skipped} plans ruled out by a bound, "
         f"{found.too_big} by memory",
         head_room(device),
-        "", "plans, fastest first:"
+        "", *plan_lines(found.plans)
     ]
-    lines += [
-        f"  {show_time(cost.seconds):>10} {show_size(cost.memory_bytes):>10}  {cost.plan.label}"
-        for cost in found.plans
-    ]
-    lines += ["", f"{best.plan.label}: time per step", *_time_and_memory(best)]
     lines += ["", "why not otherwise: the best plan with another value",
               *_why_not(model, cluster, device, best, space)]
     return "\n".join(lines)
+
+
+def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
+    """The plans, fastest first, and the first one's time and memory."""
+    best = plans[0]
+    again, layers = best.activations.count(RECOMPUTE), len(best.activations)
+    return [
+        "plans, fastest first:",
+        *(f"  {show_time(cost.seconds):>10} {show_size(cost.memory_bytes):>10}  {cost.plan.label}"
+          for cost in plans),
+        "", f"{best.plan.label}: time per step"
+        + (f", {again} of {layers} layers recomputed" if again else ""), *_time_and_memory(best)]
 
 
 def head_room(device: Device) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe_plugin.messages import aligned, tracked
 from moe_plugin.planner.forest.baselines import baselines
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import Schedule
 from moe_plugin.planner.forest.simulate import Program, Simulated, program_of, run
 from moe_plugin.planner.units import show_size, show_time
+from moe_plugin.utils.messages import aligned, tracked
 
 MOST_STEPS = 200_000  # of a simulation, so that it takes seconds
 MOST_RANKS = 128  # up to which the other algorithms are laid out

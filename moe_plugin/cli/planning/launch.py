@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from moe_plugin.messages import short
 from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.utils.messages import short
 
 HOSTS = ("fairseq", "megatron")
 BYTES = 257  # tokens of the byte tokenizers of both hosts
@@ -127,7 +127,6 @@ class LaunchCommand:
         threads: of each rank there; 0: as many as it likes.
         data: folder (fairseq) or prefix (Megatron) of the data.
         config: the plan's file for `--moe-config`.
-        prediction: the plan's file for `--moe-prediction`; None: there is none.
         script: Megatron-LM's `pretrain_gpt.py`; None: `SCRIPT`.
         steps: of the run.
         learning_rate: of Adam.
@@ -140,7 +139,6 @@ class LaunchCommand:
     threads: int = 0
     data: str = "DATA"
     config: Path = Path("moe.yaml")
-    prediction: Path | None = None
     script: str | None = None
     steps: int = 10000
     learning_rate: float = 5e-4
@@ -180,8 +178,6 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
             "--vocab-size", str(model.vocab or BYTES)
         ]
     program += ["--bf16"] if model.element_bytes == 2 else []
-    if start.prediction is not None:
-        program += ["--moe-prediction", str(start.prediction)]
     return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.collectives import GroupShape, all_to_all_s
 from moe_plugin.planner.model import ModelShape
+from moe_plugin.planner.once import GroupShape, all_to_all_s
 from moe_plugin.planner.prefill import (
     PIECE_OPERATIONS,
     PrefillChoice,

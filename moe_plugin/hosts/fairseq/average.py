@@ -18,9 +18,9 @@ import torch
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.fairseq import files
-from moe_plugin.messages import Parser, short
-from moe_plugin.quiet import own_log
-from moe_plugin.regular_files import check_output, make_folder
+from moe_plugin.utils.messages import Parser, short
+from moe_plugin.utils.quiet import own_log
+from moe_plugin.utils.regular_files import check_output, make_folder
 
 logger = logging.getLogger("moe_plugin.hosts.fairseq.average")  # also where it is a command
 _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")

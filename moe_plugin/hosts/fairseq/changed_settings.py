@@ -24,10 +24,9 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
-from moe_plugin.observe.given import OFF, ON, chosen
-from moe_plugin.observe.history.command import written
 from moe_plugin.observe.history.fairseq_log import CHANGED
-from moe_plugin.observe.history.records import comparable
+from moe_plugin.observe.history.records import comparable, written
+from moe_plugin.observe.model_layers import OFF, ON, chosen
 
 _UNSTATED = object()
 

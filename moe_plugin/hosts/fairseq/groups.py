@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.base import Messages, piece_lengths
 from moe_plugin.hosts.fairseq.compat.launch import shorten_timeouts
-from moe_plugin.machine import record_event
-from moe_plugin.observe.drops import DropCount
+from moe_plugin.observe.features import DropCount
+from moe_plugin.utils.machine import record_event
 
 _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_evaluation",
                                                         default=None)

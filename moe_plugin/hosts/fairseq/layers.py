@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm import LocalComm, default_comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, RunConfig, flatten, to_dict
 from moe_plugin.dispatch import dispatchers
-from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients.replicas import mark_replicas
+from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.fairseq.compat.names import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
@@ -24,13 +24,14 @@ from moe_plugin.hosts.fairseq.compat.names import (
 from moe_plugin.hosts.fairseq.compat.runtime import drop_fused_path_copies
 from moe_plugin.hosts.fairseq.groups import Evaluation, FairseqGroups
 from moe_plugin.layer import MoELayer
-from moe_plugin.observe.store_log import watch_store
+from moe_plugin.observe.sinks import watch_store
 from moe_plugin.output import LayerStats, MoEOutput, weighted_loss
-from moe_plugin.records import HostContext, TokenInfo
-from moe_plugin.resilience.overflow import until_rows_fit
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import needs_of
+from moe_plugin.routing.call import TakesTokenIds, token_info
 from moe_plugin.routing.replay import replaying
-from moe_plugin.routing.token_ids import TakesTokenIds, token_info
+from moe_plugin.training.gradients.replicas import mark_replicas
+from moe_plugin.training.resilience.overflow import until_rows_fit
 
 
 @dataclass(frozen=True)

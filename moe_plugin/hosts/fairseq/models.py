@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from moe_plugin import determinism
 from moe_plugin.checkpoint.formats.fairseq.translate import (
     check_experts_given,
     gradient_factor,
@@ -23,7 +22,6 @@ from moe_plugin.checkpoint.formats.fairseq.translate import (
 )
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
 from moe_plugin.config.options import unread_allowed
-from moe_plugin.gradients.sync import exclude_experts
 from moe_plugin.hosts.fairseq.compat.names import (
     TransformerLanguageModel,
     TransformerModel,
@@ -44,11 +42,13 @@ from moe_plugin.hosts.fairseq.layers import (
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
-from moe_plugin.messages import short
-from moe_plugin.pregate import link
+from moe_plugin.routing.call import hand_token_ids
+from moe_plugin.routing.pregate import link
 from moe_plugin.routing.routers.hashing import with_vocabulary
-from moe_plugin.routing.token_ids import hand_token_ids
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.gradients.sync import exclude_experts
+from moe_plugin.utils import determinism
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 

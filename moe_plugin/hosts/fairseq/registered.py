@@ -10,13 +10,14 @@ from typing import Any
 from fairseq.criterions import register_criterion
 from fairseq.models import register_model, register_model_architecture
 
-from moe_plugin.hosts.fairseq.compat import install, registries
+from moe_plugin.hosts.fairseq.compat import install, patching
 from moe_plugin.hosts.fairseq.compat.names import base_architecture, base_gpt3_architecture
 from moe_plugin.hosts.fairseq.criterion import (
+    ConfidentOracleCriterion,
     MoECrossEntropyCriterion,
+    MoEEnsembleLanguageModel,
     MoELabelSmoothedCrossEntropyCriterion,
 )
-from moe_plugin.hosts.fairseq.ensemble import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel, MoETransformerModel
 from moe_plugin.hosts.fairseq.options import (
     ConfidentOracleConfig,
@@ -108,8 +109,8 @@ register_criterion("moe_confident_oracle",
 register_criterion("moe_cross_entropy", dataclass=MoECrossEntropyConfig)(MoECrossEntropyCriterion)
 register_criterion("moe_label_smoothed_cross_entropy",
                    dataclass=MoELabelSmoothedConfig)(MoELabelSmoothedCrossEntropyCriterion)
-registries.stand_for("transformer_lm", MoETransformerLanguageModel, MoELanguageModelConfig)
-registries.stand_for("transformer", MoETransformerModel, None)
-registries.use_trainer(MoETrainer)
-registries.tell_of_validations()
-registries.sharding_without_fairscale()
+patching.stand_for("transformer_lm", MoETransformerLanguageModel, MoELanguageModelConfig)
+patching.stand_for("transformer", MoETransformerModel, None)
+patching.use_trainer(MoETrainer)
+patching.tell_of_validations()
+patching.sharding_without_fairscale()

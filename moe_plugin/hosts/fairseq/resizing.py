@@ -17,8 +17,8 @@ from moe_plugin.hosts.fairseq.compat.runtime import (
 )
 from moe_plugin.hosts.fairseq.groups import FairseqGroups, make_groups
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
-from moe_plugin.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
+from moe_plugin.utils.run_feature import refuse_unfit
 
 # their state is not of the parameters' shapes, or not in one optimizer of torch's
 _OPTIMIZERS = "adafactor", "composite"

@@ -1,4 +1,4 @@
-"""What fairseq tells the run features of its model and of each step (`moe_plugin.run`)."""
+"""What fairseq tells the run features of its model and of each step (`moe_plugin.training.run`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.observe.history.fairseq_log import step_record
 from moe_plugin.planner.vote_assignments import assign
-from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
-from moe_plugin.resilience.step_votes import ballots_of
-from moe_plugin.resilience.stopping import RUN
-from moe_plugin.resilience.vote import refuse_reported_loads
-from moe_plugin.run import Run, StepFacts, refuse_unfit
-from moe_plugin.run_features import HostSeams, make_run
+from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.training.resilience.step_votes import ballots_of
+from moe_plugin.training.resilience.stopping import RUN
+from moe_plugin.training.resilience.vote import refuse_reported_loads
+from moe_plugin.training.run import Run
+from moe_plugin.training.run_features import HostSeams, make_run
+from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
 
 INNER = "train_inner"  # fairseq's name of the numbers between two lines of its log
 # their rate depends on the epoch or a validation, which every replica has of its own
@@ -48,7 +49,7 @@ def completes_gradients(model: nn.Module) -> bool:
 def check(cfg: Any, model: nn.Module) -> None:
     """`ValueError` where the run cannot have what is asked for: flag, reason and remedy."""
     config = config_of(model)
-    wants_replicas(cfg, config is not None)
+    wants_replicas(cfg, model)
     if config is None:
         return
     resizing.check(cfg, model)
@@ -76,14 +77,16 @@ def check(cfg: Any, model: nn.Module) -> None:
         assign(guard.assignment, workers, guard.votes)
 
 
-def wants_replicas(cfg: Any, has_experts: bool) -> bool:
+def wants_replicas(cfg: Any, model: nn.Module) -> bool:
     """Whether the run is one replica of several. `ValueError`: it cannot be."""
     common, rates = cfg.common, cfg.lr_scheduler
+    averages_weights = run_settings(model).offload.average_every > 0  # those are in float32
     lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
     return is_replica(lighthouse, replica or 0, lambda: [
-        ("a model without experts", has_experts, "give --moe-freq and --moe-expert-count"),
-        ("--fp16, --bf16 and --amp", not (common.fp16 or common.bf16 or common.amp),
-         "leave them out"),
+        ("a model without experts", config_of(model) is not None,
+         "give --moe-freq and --moe-expert-count"),
+        ("--fp16, --bf16 and --amp",
+         averages_weights or not (common.fp16 or common.bf16 or common.amp), "leave them out"),
         ("--zero-sharding os and --ddp-backend fully_sharded", not shards_optimizer_state(cfg),
          "leave them out"),
         ("--store-ema", not cfg.ema.store_ema, "leave it out"),
@@ -114,7 +117,7 @@ def run_of(trainer: Any) -> Run:
             flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
             [model, trainer.get_criterion()], lambda: [trainer.optimizer],
             lambda: (trainer.get_num_updates(),), trainer.set_num_updates)
-        if wants_replicas(cfg, True) else None))
+        if wants_replicas(cfg, model) else None))
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:

@@ -4,7 +4,8 @@
 its optimizer state; a layer's parameters are gathered while it computes. Experts are left to expert
 parallelism. `os` (ZeRO stage 1) shards optimizer state alone: each rank updates a part of every
 parameter and gives it to the others after the step. In both, fairseq's optimizer sees plain tensors
-(`moe_plugin.gradients.parts`), and checkpoints are whole: a run resumes with or without sharding.
+(`moe_plugin.training.gradients.parts`), and checkpoints are whole: a run resumes with or without
+sharding.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import torch
 from torch import nn
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.gradients.parts import Part, piece, publish
-from moe_plugin.gradients.replicas import ReplicaReducer
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.compat.names import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
 )
 from moe_plugin.hosts.fairseq.compat.names import distributed_utils as utils
 from moe_plugin.layer import layers_in
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.gradients.parts import Part, piece, publish
+from moe_plugin.training.gradients.replicas import ReplicaReducer
+from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
-    from moe_plugin.gradients.router_units import shard_routers
+    from moe_plugin.training.gradients.muon import shard_routers
 
     if any(layer.config.router.pre_gate for layer in layers_in(model)):
         raise ValueError(

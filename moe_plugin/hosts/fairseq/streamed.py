@@ -18,19 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.fairseq.translate import setting
+from moe_plugin.hosts.fairseq.adam import (
+    BlockOptimizers,
+    FairseqNorm,
+    in_16_bits,
+    memory_efficient,
+)
 from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
 from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
-from moe_plugin.hosts.fairseq.streamed_optimizer import BlockOptimizers, FairseqNorm
 from moe_plugin.memory.tiers import DiskTier, tier_of
 from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size
-from moe_plugin.resilience.averaging_peers import unfit_peer
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.averaging_peers import unfit_peer
+from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it counts as nothing
@@ -131,7 +136,7 @@ class StreamedLanguageModel:
 
     Attributes:
         trainer: of the parts.
-        optimizer: of all of them, as one of fairseq's.
+        optimizer: of all of them, as one of fairseq's; in 16 bits fairseq's own around it.
         whole: the model, which gives and takes the weights of a checkpoint.
         task: fairseq's, whose steps run here.
     Raises:
@@ -151,16 +156,22 @@ class StreamedLanguageModel:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(
             "cpu")
         limit = None if offload.weights_memory is None else parse_size(offload.weights_memory)
-        shared = decoder.share_input_output_embed
+        common, shared = cfg.common, decoder.share_input_output_embed
+        halves = common.fp16 or common.bf16
+        if halves:  # as fairseq's trainer does it later
+            model.half() if common.fp16 else model.to(dtype=torch.bfloat16)
         self.trainer = StreamedTrainer(
             [DecoderPart(decoder, i, lambda: self._calls[self.trainer.micro_batch])
              for i in range(len(decoder.layers) + 2)],
             self._loss, self._optimizer, tier_of(device, offload.path), device=device, limit=limit,
             seed=cfg.common.seed, resident=[0] if shared else [],
-            clip=FairseqNorm(cfg.optimization.clip_norm, self._size))
+            clip=FairseqNorm(0 if halves else cfg.optimization.clip_norm,
+                             None if halves else self._size),
+            main_weights=halves and not memory_efficient(cfg))
         segments = SegmentsOnce(self.trainer, logger)
-        self.optimizer = self._kind(cfg.optimizer, self.trainer,
-                                    lambda: segments(len(self._given)))
+        self.blocks = self._kind(cfg.optimizer, self.trainer, lambda: segments(len(self._given)))
+        self.optimizer = in_16_bits(cfg, self.blocks) if halves else self.blocks
+        self._scaler = getattr(self.optimizer, "scaler", None)
         self.whole = Overlay(model, state_dict=self.state_dict,
                              load_state_dict=self.load_state_dict)
         self.task = Overlay(task, train_step=self.train_step, valid_step=self.valid_step)
@@ -168,7 +179,8 @@ class StreamedLanguageModel:
     def _optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = build_optimizer(self._cfg, params)
         # fairseq compares the name with that in a checkpoint, which may be of the whole model
-        self._kind = type(type(made).__name__, (BlockOptimizers,), {})
+        self._kind = type(type(made).__name__, (BlockOptimizers,), {
+            "supports_memory_efficient_fp16": made.supports_memory_efficient_fp16})
         return made.optimizer
 
     def begin(self, given: Sequence[Given], updates: int) -> None:
@@ -187,7 +199,7 @@ class StreamedLanguageModel:
         self.model.train()
         self.model.set_num_updates(self.trainer.steps)
         norm = self.trainer.accumulate(self._micro_batches(self._given)).norm
-        self.optimizer.gradient_norm = norm
+        self.blocks.gradient_norm = norm
         return self._taken()
 
     def valid_step(self, sample: dict[str, Any], *_: Any, **__: Any) -> Numbers:
@@ -217,6 +229,7 @@ class StreamedLanguageModel:
         finally:
             del self.model.forward
         call.numbers = loss.detach(), size, logged
+        loss = loss if self._scaler is None else self._scaler.scale(loss)
         return loss * 0 if call.ignored else loss
 
     def _size(self) -> float:
@@ -233,7 +246,7 @@ class StreamedLanguageModel:
             strict=True)}
         state = self.model.state_dict(*args, **kwargs)
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            state[name] = held[id(p)].detach()
+            state[name] = held[id(p)].detach().to(p.dtype)  # fairseq saves no main weights
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -251,11 +264,10 @@ class StreamedLanguageModel:
             for name, p in params.items():
                 found = state.get(name)
                 if found is not None and found.shape == p.shape and id(p) in streams:
-                    p.data = found
+                    p.data = found.to(p.dtype)
             loaded = self.model.load_state_dict(state, *args, **kwargs)
             for block in self.trainer.blocks:
-                if block.streams:
-                    block.write([p.data for p in block.params])
+                block.write([p.data for p in block.params])
         finally:
             for name, p in params.items():
                 p.data = before[name]
@@ -282,8 +294,12 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
         (f"{ranks} processes", ranks > 1, "start one (--distributed-world-size 1)"),
         (f"model {type(model).__name__}", type(model) is not MoETransformerLanguageModel,
          "use --arch transformer_lm or moe_transformer_lm"),
-        ("--fp16, --bf16 and --amp", common.fp16 or common.bf16 or common.amp,
-         "train in float32"),
+        ("--amp", common.amp, "use --fp16 or --bf16"),
+        (f"--optimizer {kind} with --memory-efficient-fp16 or --memory-efficient-bf16",
+         kind == "sgd" and memory_efficient(cfg), "use adam, or --fp16 or --bf16 alone"),
+        ("--moe-average-every with --memory-efficient-fp16 or --memory-efficient-bf16",
+         run.offload.average_every > 0 and memory_efficient(cfg),
+         "use --fp16 or --bf16 alone: peers average float32 weights"),
         (f"--optimizer {kind}", kind not in ("adam", "sgd"), "use adam or sgd"),
         ("--fp16-adam-stats", bool(given(cfg.optimizer, "fp16_adam_stats")), plain),
         (f"task {type(task).__name__}, which has a train_step of its own",

@@ -24,15 +24,7 @@ from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, r
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.host_collectives import collectives_named, named
-from moe_plugin.experts.marks import expert_parameters, is_expert
-from moe_plugin.gradients import multi_tensor
-from moe_plugin.gradients.parts import Part, count_once, shards, slices
-from moe_plugin.gradients.replicas import (
-    ReplicaReducer,
-    mark_replicas,
-    replica_comm,
-    replicas_of,
-)
+from moe_plugin.experts.base import expert_parameters, is_expert
 from moe_plugin.hosts.fairseq import run as of_run
 from moe_plugin.hosts.fairseq import sharding
 from moe_plugin.hosts.fairseq.changed_settings import changed_line
@@ -45,9 +37,17 @@ from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.streamed import streamed_model
 from moe_plugin.hosts.fairseq.votes import FileTurns
-from moe_plugin.resilience.averaging_peers import PeerSteps
-from moe_plugin.run import StepGradients, StepInput, refuse_unfit
+from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.gradients.parts import Part, count_once, shards, slices
+from moe_plugin.training.gradients.replicas import (
+    ReplicaReducer,
+    mark_replicas,
+    replica_comm,
+    replicas_of,
+)
+from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.tuning.collectives import prepare_replicas
+from moe_plugin.utils.run_feature import StepGradients, StepInput, refuse_unfit
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients import multi_tensor
-from moe_plugin.resilience.step_votes import StepVotes
-from moe_plugin.resilience.vote import Ballots
-from moe_plugin.run import StepInput
+from moe_plugin.experts.base import is_expert
+from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.resilience.step_votes import StepVotes
+from moe_plugin.training.resilience.vote import Ballots
+from moe_plugin.utils.run_feature import StepInput
 
 logger = logging.getLogger(__name__)
 NORM_ERROR = 1e-6  # relative, as fairseq's

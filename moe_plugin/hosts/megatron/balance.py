@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_plugin.hosts.megatron.compat.settings import balance_kinds, setting
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 
 def as_list(value: Any) -> list[Any]:

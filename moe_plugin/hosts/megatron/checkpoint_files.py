@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
+from moe_plugin.checkpoint.formats.megatron.common import BACKEND, COMMON, METADATA
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, system_error, write_remedy, write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, system_error, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
 META, LATEST = "moe_plugin.json", "latest_checkpointed_iteration.txt"

@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moe_plugin.messages import Parser, short
-from moe_plugin.quiet import MEGATRON, hidden, own_log
-from moe_plugin.regular_files import check_input, check_output, make_folder, write_remedy
+from moe_plugin.utils.messages import Parser, short
+from moe_plugin.utils.quiet import MEGATRON, hidden, own_log
+from moe_plugin.utils.regular_files import check_input, check_output, make_folder, write_remedy
 
 logger = logging.getLogger("moe_plugin.hosts.megatron.data")  # also where it is a command
 BYTE_VOCABULARY = 257

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, leave, says_why
+from moe_plugin.comm.watchdog import claim_first_report, is_of_another_rank, leave, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.dispatch.rows_limit import RowsOverflow
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 from moe_plugin.memory.tiers import TierError
-from moe_plugin.messages import printable, short
-from moe_plugin.quiet import MEGATRON, hidden
-from moe_plugin.resilience.stopping import stops_in_one_line
-from moe_plugin.resilience.twins import WrongResultError
+from moe_plugin.training.resilience.stopping import stops_in_one_line
+from moe_plugin.training.resilience.twins import WrongResultError
+from moe_plugin.utils.messages import printable, short
+from moe_plugin.utils.quiet import MEGATRON, hidden
 
 # errors whose message says all
 _SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import run_config
-from moe_plugin.ensembles.cmcl import (
+from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.training.ensembles.cmcl import (
     BINS,
     HISTOGRAMS,
     EnsembleHeads,
     confidence_histograms,
     sequence_oracle_loss,
 )
-from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
-from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.run import RunFeature, StepGradients
+from moe_plugin.training.ensembles.settings import EnsembleSettings, flags, given_settings
+from moe_plugin.utils.run_feature import RunFeature, StepGradients
 
 # arguments of training scripts, named and meant as in fairseq
 FLAGS = flags("sentence", "token", "sequence")

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.megatron.common import fitted, optimizer_parts
-from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
-from moe_plugin.checkpoint.formats.megatron.names import METADATA, NATIVE_EXPERTS
+from moe_plugin.checkpoint.formats.megatron.common import (
+    METADATA,
+    NATIVE_EXPERTS,
+    fitted,
+    optimizer_parts,
+)
+from moe_plugin.checkpoint.formats.megatron.source import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import restricted
-from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.names import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -31,7 +34,8 @@ from moe_plugin.hosts.megatron.compat.names import (
     ShardedTensorFactory,
     dict_list_map_outplace,
 )
-from moe_plugin.messages import short
+from moe_plugin.hosts.megatron.compat.writers import changed
+from moe_plugin.utils.messages import short
 
 _BY_BUCKET = ".dp_group_idx_"  # in keys of what a distributed optimizer stores by buckets
 _THEIRS = {one: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for one in ours}

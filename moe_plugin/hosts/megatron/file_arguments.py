@@ -27,8 +27,27 @@ from typing import Any
 from moe_plugin.config import settings_from_yaml
 from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
-from moe_plugin.messages import alike, did_you_mean, short
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.yaml_file import read_yaml
+
+Flag = tuple[str, dict[str, Any]]
+
+FUSED_ADAM: Flag = ("moe-fused-adam", {
+    "action": "store_true", "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron "
+    "uses torch's Adam (without Apex and Transformer Engine); equal up to rounding"
+})
+LOG_FILE: Flag = ("log-file", {
+    "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"})
+STAGE_LAYOUTS: Flag = ("stage-layouts", {
+    "nargs": "+", "metavar": "tp=N,ep=N",
+    "help": "pipeline stages of unequal layout, one entry a stage"})
+NATIVE_MOE: Flag = ("native-moe", {
+    "action": "store_true", "help": "--spec moe_plugin.hosts.megatron.spec gives Megatron's own "
+    "MoE layer, for comparison"})
+TRUST: Flag = ("trust-checkpoint", {
+    "action": "store_true", "help": "load also checkpoints whose files could run code"})
+ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST
+
 
 SECTION = "megatron"
 _OVERRIDE = re.compile(r"([a-z_]+(?:\.[A-Za-z_][\w-]*)+)=(.*)", re.S)

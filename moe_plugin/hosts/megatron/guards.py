@@ -19,9 +19,9 @@ from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.planner.vote_assignments import assign
-from moe_plugin.resilience.step_votes import StepVotes
-from moe_plugin.resilience.vote import Ballots, refuse_reported_loads
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.step_votes import StepVotes
+from moe_plugin.training.resilience.vote import Ballots, refuse_reported_loads
+from moe_plugin.utils.run_feature import refuse_unfit
 
 Logged = list[dict[str, Tensor]]
 Passes = Callable[[list[Iterator[Any]], int], Logged]

@@ -8,8 +8,7 @@ The script is run unchanged; `pretrain_gpt_moe` without a path is the short one 
 (`examples`). Our arguments go in through the seam that Megatron has for a script's own,
 `extra_args_provider`; the layer reads them from Megatron's parsed arguments. Megatron's own may be
 in the file of `--moe-config`, too (`file_arguments`). Without a GPU, or with `--moe-cpu` before the
-script's name, it runs on CPU; `--moe-verbose` there shows what Megatron prints, which otherwise
-goes to a file (`script_output`).
+script's name, it runs on CPU.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ import re
 import runpy
 import socket
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.hosts.megatron import ensemble, own_flags, replicas
+from moe_plugin.hosts.megatron import ensemble, replicas
+from moe_plugin.hosts.megatron import file_arguments as own_flags
 from moe_plugin.hosts.megatron.compat import script_cpu
 from moe_plugin.hosts.megatron.compat.cpu import engine_installed
-from moe_plugin.hosts.megatron.compat.loaders import refuse_empty_splits
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import (
     Provider,
@@ -41,16 +39,16 @@ from moe_plugin.hosts.megatron.compat.settings import (
     mend_config_warning,
     script_arguments,
 )
+from moe_plugin.hosts.megatron.compat.writers import refuse_empty_splits
 from moe_plugin.hosts.megatron.endings import end_process, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.script import observe_script
-from moe_plugin.hosts.megatron.script_output import RunOutput, log_of_first_rank
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
-from moe_plugin.messages import Parser, short
+from moe_plugin.utils.messages import Parser, first_process, removed, short
 
 logger = logging.getLogger("moe_plugin.megatron")
 _LIST = re.compile(r"argument --moe-layer-freq: invalid .* '([01](?:, ?[01])+)'")
-OPTIONS = "--moe-cpu", "--moe-verbose"
+CPU = "--moe-cpu"
 EXAMPLES = Path(__file__).with_name("examples")
 
 
@@ -88,32 +86,36 @@ def chained(first: Provider | None) -> Provider:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `launch [--moe-cpu] [--moe-verbose] SCRIPT ARGUMENTS...`; the status with which the
-    process ends.
-    """
+    """Run `launch [--moe-cpu] SCRIPT ARGUMENTS...`; the status with which the process ends."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    options = set[str]()
-    while argv and argv[0] in OPTIONS:
-        options.add(argv.pop(0))
+    asked = argv[:1] == [CPU]
+    argv = argv[asked:]
     script = _found(argv[0] if argv else "")
     _alone()
-    log_of_first_rank()
-    output = None if "--moe-verbose" in options else RunOutput()
-    on_cpu = "--moe-cpu" in options or not torch.cuda.is_available()
-    if on_cpu and "--moe-cpu" not in options:
+    _log_of_first_rank()
+    on_cpu = asked or not torch.cuda.is_available()
+    if on_cpu and not asked:
         logger.info("no GPU is here: training on CPU")
-    return status_of(os.path.basename(script),
-                     lambda: run(script, argv[1:], on_cpu, output),
+    return status_of(os.path.basename(script), lambda: run(script, argv[1:], on_cpu),
                      script_arguments)
+
+
+def _log_of_first_rank() -> None:
+    """Show our own lines, of other ranks errors alone. Megatron, whose handlers are added where
+    there are none, keeps these.
+    """
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
 
 
 def _found(name: str) -> str:
     """Path of a script: as given, or of the package's own by its name."""
     own = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
+    if said := removed(name):
+        raise SystemExit(said)
     if not os.path.isfile(name) and name not in own:
         raise SystemExit(
-            "usage: python -m moe_plugin.hosts.megatron.launch "
-            + " ".join(f"[{option}]" for option in OPTIONS) + " SCRIPT ARGUMENTS...\n"
+            f"usage: python -m moe_plugin.hosts.megatron.launch [{CPU}] SCRIPT ARGUMENTS...\n"
             f"script {short(name)} not found; give the path of Megatron-LM's pretrain_gpt.py, or "
             f"the name of a short script of this package: {', '.join(sorted(own))}")
     return os.path.abspath(name) if os.path.isfile(name) else own[name]
@@ -130,11 +132,8 @@ def _alone() -> None:
                       MASTER_PORT=str(port))
 
 
-def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | None = None) -> None:
-    """Run the script at a path with these arguments, in this process.
-
-    output: takes what Megatron prints; None: it is shown.
-    """
+def run(script: str, arguments: list[str], on_cpu: bool) -> None:
+    """Run the script at a path with these arguments, in this process."""
     file_arguments(arguments)  # its errors come before Megatron is imported
     sys.argv = [script, *arguments]
     # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
@@ -148,13 +147,12 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
         extend_parse_args(functools.partial(script_cpu.with_defaults, script_cpu.WITHOUT_ENGINE))
     keep_compiled_helpers()
     mend_config_warning()
-    extend_parse_args(chained, lambda args: output and output.open(vars(args)))
+    extend_parse_args(chained)
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron import restricted
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end, wrap
     from moe_plugin.hosts.megatron.script_checkpoint import readable_loads, whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
@@ -167,20 +165,10 @@ def run(script: str, arguments: list[str], on_cpu: bool, output: RunOutput | Non
     with contextlib.closing(observe_script()) as seen:
         try:
             runpy.run_path(script, run_name="__main__")
-        except BaseException as end:
+        except BaseException:
             if restricted.refused and not seen.stepped:
                 raise restricted.refused[0] from None
-            # it has said why on its way, which nobody has seen
-            if isinstance(end, SystemExit) and output is not None and not seen.stepped \
-                    and _by_megatron(end):
-                output.show_last()
             raise
-
-
-def _by_megatron(error: BaseException) -> bool:
-    """Whether Megatron's own code raised it."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")).split(".")[0] == "megatron"
 
 
 if __name__ == "__main__":

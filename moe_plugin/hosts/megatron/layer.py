@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import flatten, to_dict
-from moe_plugin.hosts.megatron import layer_numbers, parameters, stages, state
+from moe_plugin.hosts.megatron import losses as layer_numbers
+from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
 from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer, is_told, prediction_of
 from moe_plugin.hosts.megatron.compat.names import mappings
@@ -30,8 +32,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
-from moe_plugin.hosts.megatron.same_tokens import layer_config, shares_tokens
-from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
+from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of, layer_config, shares_tokens
 from moe_plugin.hosts.megatron.translate import (
     Translation,
     refuse_arguments,
@@ -39,15 +40,15 @@ from moe_plugin.hosts.megatron.translate import (
     translate,
 )
 from moe_plugin.layer import MoELayer
-from moe_plugin.observe.store_log import watch_store
+from moe_plugin.observe.sinks import watch_store
 from moe_plugin.output import LayerStats, MoEOutput
-from moe_plugin.pregate import chosen_together, has_own_gate
-from moe_plugin.records import HostContext, TokenInfo
+from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
+from moe_plugin.routing.call import TakesTokenIds, token_info
 from moe_plugin.routing.contract import keeps_init
+from moe_plugin.routing.pregate import chosen_together, has_own_gate
 from moe_plugin.routing.replay import counts, replaying
 from moe_plugin.routing.routers.hashing import with_vocabulary
-from moe_plugin.routing.token_ids import TakesTokenIds, token_info
 
 logger = logging.getLogger(__name__)
 

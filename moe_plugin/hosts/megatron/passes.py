@@ -20,9 +20,9 @@ from megatron.core import parallel_state as ps
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
 from moe_plugin.hosts.megatron.guards import FileSteps, Logged
-from moe_plugin.resilience.elastic import ReplicaSteps
-from moe_plugin.resilience.overflow import RowsFit
-from moe_plugin.run import Run
+from moe_plugin.training.resilience.elastic import ReplicaSteps
+from moe_plugin.training.resilience.overflow import RowsFit
+from moe_plugin.training.run import Run
 
 
 def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ from torch import nn
 
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.hosts.megatron.own_flags import Flag
+from moe_plugin.hosts.megatron.file_arguments import Flag
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
-from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
 
 FLAGS: tuple[Flag, ...] = (
     ("moe-lighthouse", {
@@ -26,9 +26,12 @@ FLAGS: tuple[Flag, ...] = (
 
 def check(args: argparse.Namespace) -> bool:
     """Whether the run is one replica of several. `ValueError`: it cannot be."""
+    # peers average weights, in float32
+    halves = not settings_from_flags(vars(args)).get("offload.average_every") and (
+        args.fp16 or args.bf16)
     return is_replica(args.moe_lighthouse, args.moe_replica, lambda: [
         ("--fp16, --bf16 and --use-distributed-optimizer",
-         not (args.fp16 or args.bf16 or args.use_distributed_optimizer),
+         not (halves or args.use_distributed_optimizer),
          "leave these three out: replicas average float32 gradients of whole parameters"),
         ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias,
          "its biases follow each replica's own loads; use --moe-router sigmoid_bias")])

@@ -17,8 +17,8 @@ from moe_plugin.hosts.megatron.compat import core, regrouping
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.passes import bare
-from moe_plugin.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
+from moe_plugin.utils.run_feature import refuse_unfit
 
 MUST_BE_ONE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",

@@ -21,7 +21,7 @@ import torch
 from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.megatron.torch_dist import ALLOWED
 from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 # the beginnings of the modules that unpickle what is in files, among others of these packages that
 # unpickle what ranks send to each other

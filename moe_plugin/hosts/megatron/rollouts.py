@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron import layer_numbers
+from moe_plugin.hosts.megatron import losses
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 
@@ -56,7 +56,7 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
 def _place(layer: PluginMoELayer, layers: int) -> int:
     """Of the choices of a layer, where all layers of the model have some, or those with experts."""
     number, count = layer.layer_number, layer.config.num_layers
-    before, all_moe = (layer_numbers.moe_layers_before(layer.config, n)
+    before, all_moe = (losses.moe_layers_before(layer.config, n)
                        for n in (number, count + 1))
     if layers == count:
         return int(number) - 1

@@ -1,4 +1,4 @@
-"""What Megatron's training script tells the run features of its model (`moe_plugin.run`)."""
+"""What Megatron's training script tells the features of its run (`moe_plugin.training.run`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.resilience.overflow import StepStart
+from moe_plugin.training.resilience.overflow import StepStart
 
 
 def of_stage(config: ObserveConfig) -> ObserveConfig:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from moe_plugin.comm.host_collectives import collectives_named, refused_together
 from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.config.flags import as_given
-from moe_plugin.folder_lock import FolderLock, hold_folder
 from moe_plugin.hosts.megatron import ensemble, replicas
 from moe_plugin.hosts.megatron.balance import refuse_unknown
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
@@ -33,10 +32,12 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.messages import short
-from moe_plugin.regular_files import make_folder
-from moe_plugin.resilience.finite import FiniteSteps
-from moe_plugin.run import Run, SkipStep, StepFacts, StepInput
+from moe_plugin.training.resilience.overflow import FiniteSteps
+from moe_plugin.training.run import Run
+from moe_plugin.utils.folder_lock import FolderLock, hold_folder
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import make_folder
+from moe_plugin.utils.run_feature import SkipStep, StepFacts, StepInput
 
 logger = logging.getLogger("moe_plugin.megatron")
 # begin of the settings that are read without our layer, too
@@ -193,10 +194,10 @@ class Script:
 
     def connect(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
         # imported once the script's arguments are parsed, because a layer spec follows them
+        from moe_plugin.hosts.megatron.same_tokens import give_token_ids
         from moe_plugin.hosts.megatron.script_features import run_of
         from moe_plugin.hosts.megatron.script_report import ScriptReport
-        from moe_plugin.hosts.megatron.tokens import give_token_ids
-        from moe_plugin.pregate import link
+        from moe_plugin.routing.pregate import link
 
         for chunk in chunks:
             link(chunk)
@@ -292,7 +293,7 @@ class Script:
 
         @functools.wraps(build)
         def call(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks, split_of
+            from moe_plugin.hosts.megatron.compat.writers import of_all_ranks, split_of
 
             external = script_arguments().get("dataloader_type") == "external"
             if not external and split_of(dataset) in ("valid", "test") and not len(dataset):

@@ -7,13 +7,17 @@ writes them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import inspect
+import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +25,98 @@ import torch.distributed as dist
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron import torch_dist
-from moe_plugin.checkpoint.formats.megatron.names import BACKEND, COMMON, METADATA
+from moe_plugin.checkpoint.formats.megatron.common import (
+    BACKEND,
+    COMMON,
+    METADATA,
+    refuse_other_optimizers,
+)
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
+from moe_plugin.checkpoint.source import Source
 from moe_plugin.comm.host_collectives import collectives_named
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron import script_foreign
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.optimizer import prepare_optimizer_for_load
+from moe_plugin.hosts.megatron.compat.optimizer import (
+    checkpoint_metadata,
+    prepare_optimizer_for_load,
+)
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.hosts.megatron.model_settings import check_settings
+from moe_plugin.hosts.megatron.spec import check_settings
 from moe_plugin.hosts.megatron.stage_layouts import parse
-from moe_plugin.regular_files import move_into_place, write_whole
+from moe_plugin.utils.regular_files import move_into_place, write_whole
+
+# Checkpoints that Megatron's own loop did not write, for it to load: of `moe-plugin reshard`, and
+# of the training loop that this package had before. Tensors are named as Megatron's; its script's
+# arguments, random states and the scheduler of learning rates are not there.
+logger = logging.getLogger("moe_plugin.megatron")
+# (the scheduler of the run,) inside `loading`: what reads a file is called by Megatron's code
+_scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
+
+
+def optimizer_state(source: Source) -> bool | None:
+    """Whether a checkpoint of this kind has optimizer state; None: it is Megatron's own, whole.
+
+    Raises:
+        CheckpointError: it has one that only the ranks that wrote it can read.
+    """
+    kept = source.values.get("megatron") or {}
+    common = kept.get("common") or {}
+    if not _is_foreign(common):
+        # `moe-plugin reshard` took the model alone out of Megatron's own
+        return None if "optimizer" in common or kept.get("sharding_type") else False
+    refuse_other_optimizers(source)
+    return "optimizer" in common
+
+
+@contextmanager
+def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str, Any],
+            scheduler: Any) -> Iterator[None]:
+    """Around Megatron's loading of a checkpoint; has_optimizer: see `optimizer_state`."""
+    asked = arguments.get("no_load_optim")
+    if has_optimizer is None:
+        yield
+        return
+    outer = _scheduler.set((scheduler,))
+    if not has_optimizer and not asked and scheduler is not None:
+        logger.info("checkpoint %s has no optimizer state: the optimizer starts from zero", path)
+        arguments["no_load_optim"] = True
+    try:
+        yield
+        if arguments.get("no_load_optim") and scheduler is not None and not scheduler.num_steps:
+            scheduler.step(increment=arguments["consumed_train_samples"])
+    finally:
+        arguments["no_load_optim"] = asked
+        _scheduler.reset(outer)
+
+
+def completed(state: Any, path: str) -> Any:
+    """What Megatron's loop reads, with what it looks for there."""
+    given = _scheduler.get()
+    if not isinstance(state, dict) or not _is_foreign(state) or not given:
+        return state
+    progress, [scheduler] = state["progress"], given
+    samples = progress["consumed_samples"]
+    # of the run itself, with which Megatron then agrees; without random states
+    args = argparse.Namespace(**{
+        **script_arguments(), "consumed_train_samples": samples, "skipped_train_samples": 0,
+        "consumed_valid_samples": 0, "no_save_rng": True, "world_size": 0})
+    schedule = {} if scheduler is None else {**scheduler.state_dict(), "num_steps": samples}
+    return {**state, "args": args, "iteration": progress["iteration"], "checkpoint_version": 3.0,
+            "opt_param_scheduler": schedule,
+            "content_metadata": {**checkpoint_metadata(), **_layers_apart(path)}}
+
+
+def _is_foreign(common: Mapping[str, Any]) -> bool:
+    return "progress" in common and "args" not in common
+
+
+def _layers_apart(path: str) -> dict[str, bool]:
+    with contextlib.suppress(OSError, ValueError, AttributeError), \
+            open(os.path.join(path, files.META), encoding="utf-8") as stream:
+        if json.load(stream).get("layout", {}).get("stage_layouts"):
+            return {"non_homogeneous_layers": True}
+    return {}
+
 
 _STEP = re.compile(r"iter_(\d{7,})\Z")
 
@@ -140,7 +225,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
         arguments["ckpt_step"] = _newest_number(root, newest)
     path = files.folder(root, arguments["ckpt_step"])
     try:
-        with script_foreign.loading(path, _compared(path, arguments), arguments, scheduler):
+        with loading(path, _compared(path, arguments), arguments, scheduler):
             yield
     finally:
         arguments["ckpt_step"] = asked
@@ -169,7 +254,7 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
         return None
     with source:
         check_settings(path, source.values["settings"], mine)
-        return script_foreign.optimizer_state(source)
+        return optimizer_state(source)
 
 
 def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -178,7 +263,7 @@ def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
     """
     path = str(given["checkpoint_dir"])
     with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
-        return script_foreign.completed(load(**given), path)
+        return completed(load(**given), path)
 
 
 def latest_iteration(root: str) -> int | None:

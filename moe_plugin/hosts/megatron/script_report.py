@@ -1,13 +1,12 @@
-"""What a run on Megatron's own loop tells: one JSON object and one line a logged iteration, with
-the time that is left, a progress bar on a terminal, losses of validation, checkpoints, and where
-a stopped run goes on.
+"""What a run on Megatron's own loop tells beyond Megatron's log: where it goes on, one JSON object
+for each logged iteration, the file of these at the end, and where a stopped run goes on.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,24 +16,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.report import (
-    RunLog,
-    balance,
-    layer_records,
-    log_path,
-    reduced,
-    skipped,
-    tell,
-)
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.messages import progress
 from moe_plugin.observe.features import LayerRecords
+from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.observe.recorder import StatsRecorder
-from moe_plugin.resilience.stopping import RUN
-from moe_plugin.run import Run
+from moe_plugin.observe.sinks import JsonlSink
+from moe_plugin.training.resilience.overflow import FiniteSteps
+from moe_plugin.training.resilience.stopping import RUN
+from moe_plugin.training.run import Run
+from moe_plugin.utils.regular_files import write_regular
+from moe_plugin.utils.run_feature import StepFacts
 
 logger = logging.getLogger("moe_plugin.megatron")
 
@@ -59,14 +53,14 @@ class ScriptReport:
         take_over = run_config(settings_from_flags(args)).observe.take_over_folder
         self.log = RunLog(log_path(args), take_over, dict(args), changed)
         self.total = args.get("train_iters") or 0
-        self.evaluates, self.done, self._bar = ("", 0), 0, None  # type: tuple[str, int], int, Any
+        self.evaluates, self.done, self._begun = ("", 0), 0, 0  # type: tuple[str, int], int, int
         self._timed = False
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
         """Say where the run begins, and tell what its user stops; after the model is loaded."""
         args, done = self.args, self.args.get("iteration") or 0
-        self.done = done
+        self.done = self._begun = done
         if args.get("skip_train"):
             return
         load, save = args.get("load"), args.get("save")
@@ -78,12 +72,9 @@ class ScriptReport:
                         "goes on", load, done, self.total)
         elif done:
             logger.info("goes on from iteration %d, of %s", done, load)
-        if dist.get_rank() == 0:
-            self._bar = progress(self.total or None, "training", stream=sys.stderr)
-            self._bar.update(done)
 
     def _forget(self, samples: int) -> None:
-        self._steps, self._loss, self._counted = 0, None, 0  # type: int, Any, int
+        self._loss, self._counted = None, 0  # type: Any, int
         self._samples, self._since = samples, time.perf_counter()
         self._aux = dict[str, core.LoggedLoss]()
 
@@ -101,9 +92,7 @@ class ScriptReport:
             losses: means of all ranks, on those of the last stage.
             counts: it was not skipped.
         """
-        if self._bar is not None:
-            self._bar.update(number - self.done)
-        self._steps, self.done = self._steps + 1, number
+        self.done = number
         if counts and "lm loss" in losses:
             loss = losses["lm loss"].detach().double()
             self._loss = loss if self._loss is None else self._loss + loss
@@ -120,7 +109,7 @@ class ScriptReport:
         if iteration % args["log_interval"] and iteration != self.total:
             return
         samples, seconds = args["consumed_train_samples"], time.perf_counter() - self._since
-        made, steps = samples - self._samples, max(1, self._steps)
+        made = samples - self._samples
         tokens = made * args["seq_length"]
         microbatches = made // (args["micro_batch_size"] * ps.get_data_parallel_world_size())
         record = {
@@ -133,10 +122,12 @@ class ScriptReport:
                 self.recorder, iteration, finds=self.run.find(LayerRecords) is None)),
             **self.run.numbers(),
         }
-        if self._bar is not None and record["lm_loss"] is not None:
-            self._bar.set_postfix_str(f"loss {record['lm_loss']:.3f}")
-        tell(record, self.log, self.run, self.total, max(0, self.total - iteration) * seconds
-             / steps)
+        self.log.write(record)
+        if dist.get_rank() == 0:
+            rows = list(record["balance"].values())
+            dropped = sum(row["drop_fraction"] for row in rows) / len(rows) if rows else None
+            self.run.after_log(StepFacts(iteration, dropped=dropped,
+                                         logged=step_record(record)[0]))
         self._forget(samples)
 
     def _mean_loss(self) -> float | None:
@@ -144,33 +135,123 @@ class ScriptReport:
         return of_last_stage(mine)
 
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Say the loss of a validation or a test; a collective call.
+        """Record the loss of a validation; a collective call.
 
         losses: means of all ranks, on those of the last stage.
         """
         loss, found = losses.get("lm loss"), self.run.evaluated()
         value = of_last_stage(None if loss is None else float(loss))
-        if value is None:
-            return
         prefix, step = self.evaluates
-        kind = "test" if "test set" in prefix else "validation"
-        if kind == "validation":
+        if value is not None and "test set" not in prefix:
             self.log.write({"iteration": step, "valid_loss": value, **found})
-        logger.info("iteration %d | %s loss %.4f", step, kind, value)
 
     def saved(self, iteration: int) -> None:
         """A checkpoint is complete."""
         RUN.saved = iteration
-        logger.info("checkpoint: %s", os.path.join(self.args["save"], f"iter_{iteration:07d}"))
 
     def close(self) -> None:
-        """Close the file and the bar."""
+        """Say that all steps are made, and close the file."""
+        if self.done == self.total > self._begun:
+            logger.info("all %d iterations are made%s", self.total,
+                        f"; losses and balance: {path}" if (path := log_path(self.args)) else "")
         self.log.close()
-        if self._bar is not None:
-            self._bar.close()
 
 
 def of_last_stage(value: float | None) -> float | None:
     """A number that the ranks of the last stage alone have; None: none has it."""
     found = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(found) if each is not None), None)
+
+
+def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
+    """Auxiliary losses by name and layer over all ranks, the mean over micro-batches.
+
+    A collective call: all ranks agree on the names first, because a pipeline stage may have none.
+    A loss that is zero in all layers, one of weight zero, is left out.
+
+    Args:
+        here: sums of this rank over so many micro-batches.
+    """
+    names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
+                           "the auxiliary losses' names")
+    sizes = {name: size for each in names for name, size in each.items()}
+    found, device = {}, comm_of().device
+    for name in sorted(sizes):
+        entry = here.get(name)
+        values = entry.values.clone() if entry else torch.zeros(sizes[name], device=device)
+        data = ps.get_data_parallel_group()
+        own = [entry.reduce_group] if entry and entry.reduce_group is not None else []
+        for group in (*own, data):
+            values = comm_of(group).all_reduce(values)
+        # stages may have different numbers of replicas
+        values = comm_of(ps.get_pipeline_model_parallel_group()).all_reduce(values / data.size())
+        if values.any():  # Megatron's log holds zeros of losses that no layer adds
+            found[name] = (values / microbatches).tolist()
+    return found
+
+
+def skipped(run: Run) -> dict[str, int]:
+    """Steps that were skipped so far, and since the last record those by which no loss scale fell.
+    """
+    finite = run.find(FiniteSteps)
+    assert finite is not None
+    return {"skipped_steps": finite.skipped, "not_finite": finite.take_unscaled()}
+
+
+def log_path(args: Mapping[str, Any]) -> str | None:
+    """Where the log goes, by the arguments `log_file` and `save`; None: there is none."""
+    save = args.get("save")
+    return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
+
+
+def layer_records(recorder: StatsRecorder, iteration: int,
+                  finds: bool = True) -> dict[str, Any]:
+    """Records by layer of all pipeline stages since the last call; a collective call.
+
+    finds: whether to look for what is wrong, and say it.
+    """
+    mine = recorder.reduce()
+    recorder.write(iteration, mine)
+    found = gather_objects(mine, "the layers' records", ps.get_pipeline_model_parallel_group())
+    records = {layer: record for stage in found for layer, record in stage.items()}
+    if finds and dist.get_rank() == 0:  # the one that has a log
+        recorder.health.add(iteration, records)
+    return records
+
+
+def balance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What a line of the log has of them."""
+    return {layer: {key: row[key] for key in ("max_over_mean", "drop_fraction", "unused_experts",
+                                              "entropy")} for layer, row in records.items()}
+
+
+class RunLog:
+    """Rank 0's JSONL file; other ranks have none.
+
+    Args:
+        take_over: see `JsonlSink`.
+        settings: written next to it as `settings.json`, for the report.
+        changed: (as written, default) of those that the user chose.
+    """
+
+    def __init__(self, path: str | None, take_over: bool = False,
+                 settings: dict[str, Any] | None = None,
+                 changed: Mapping[str, tuple[str, str]] | None = None) -> None:
+        self._sink = None
+        if path and dist.get_rank() == 0:
+            self._sink = JsonlSink(path, "log_file", take_over)
+            if settings is not None:
+                row = {"host": "megatron", "settings": settings, "changed": changed or {}}
+                write_regular(
+                    os.path.join(os.path.dirname(os.path.abspath(path)), "settings.json"),
+                    json.dumps(row, default=str) + "\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line, on disk when this returns."""
+        if self._sink is not None:
+            self._sink.write(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._sink is not None:
+            self._sink.close()

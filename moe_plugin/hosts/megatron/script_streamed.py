@@ -10,10 +10,11 @@ from moe_plugin.hosts.megatron import streamed_checkpoint
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
-from moe_plugin.hosts.megatron.model_settings import model_settings
-from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, StreamedOptimizer, build
+from moe_plugin.hosts.megatron.spec import model_settings
+from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, build
+from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.run import Run
+from moe_plugin.training.run import Run
 
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]

@@ -32,13 +32,13 @@ from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.hosts.megatron import parameters
 from moe_plugin.hosts.megatron.compat.recipes import recomputed
 from moe_plugin.hosts.megatron.compat.settings import cuda_graphs
-from moe_plugin.hosts.megatron.layer_numbers import last_layer_is_moe
+from moe_plugin.hosts.megatron.losses import last_layer_is_moe
 from moe_plugin.kernels.weight_grads import LaterGrads
-from moe_plugin.messages import short
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.run import refuse_unfit
 from moe_plugin.tuning.layouts import LayerLayout
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import refuse_unfit
 
 
 @dataclass

@@ -13,9 +13,7 @@ import argparse
 import copy
 import functools
 import inspect
-import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,22 +21,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from moe_plugin.config import OffloadConfig, run_config
-from moe_plugin.hosts.megatron.compat import core, cpu
-from moe_plugin.hosts.megatron.compat.optimizer import is_vector
+from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.optimizer import scaler_of
 from moe_plugin.hosts.megatron.layer import plugin_layers
+from moe_plugin.hosts.megatron.streamed_optimizer import (
+    RankGradients,
+    StreamedNorm,
+    StreamedOptimizer,
+    device_of_parts,
+    torch_optimizer,
+)
 from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
-from moe_plugin.memory.weights.segments import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.planner.units import parse_size
-from moe_plugin.resilience.averaging_peers import PeerSteps, unfit_peer
-from moe_plugin.run import refuse_unfit
+from moe_plugin.training.resilience.averaging_peers import PeerSteps, unfit_peer
+from moe_plugin.utils.run_feature import refuse_unfit
 
-logger = logging.getLogger("moe_plugin.megatron")
 MakePart = Callable[..., nn.Module]  # of pre_process and post_process, as of a pipeline stage
 
 
@@ -64,7 +68,8 @@ class ModelPart(nn.Module):
             return self.part(**given)
         self.part.set_input_tensor(x)
         try:
-            return self.part(**given)
+            y = self.part(**given)
+            return y.float() if self.part.post_process else y  # as Megatron's Float16Module
         finally:
             self.part.set_input_tensor(None)  # it would keep the input
 
@@ -93,7 +98,8 @@ def own_randomness() -> Iterator[None]:
     before, own = tracker.get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
-        torch.manual_seed(seed)
+        # where tensor-parallel ranks have different tokens or channels
+        torch.manual_seed(seed + ps.get_tensor_model_parallel_rank() * ("model" in name))
         own[name] = torch.cuda.get_rng_state()
     torch.manual_seed(first)
     tracker.set_states(own)
@@ -111,6 +117,7 @@ class StreamedModel(nn.Module):
         trainer: of them.
         config: Megatron's.
         norm: of the gradients of the last passes.
+        scaler: of the loss; None: nothing scales it.
         peers: that average their weights with this one.
         loaded: folder of the checkpoint that was.
     """
@@ -122,18 +129,47 @@ class StreamedModel(nn.Module):
     def __init__(self, make: MakePart, args: argparse.Namespace, offload: OffloadConfig) -> None:
         super().__init__()
         self._calls, self._logged, self._count = _Calls(), list[dict[str, Tensor]](), 1
-        self._at_once = args.global_batch_size // args.micro_batch_size
+        self._args, self._embedding = args, list[nn.Parameter]()
+        self.scaler = scaler_of(args)
+        self._at_once = micro_batches(args)
+        ranks = RankGradients() if dist.get_world_size() > 1 else None
         device = device_of_parts()
         limit = None if offload.weights_memory is None else parse_size(offload.weights_memory)
         self.trainer = MegatronTrainer(
-            self._calls, [functools.partial(_part, make, self._calls, number, args.num_layers)
+            self._calls, [functools.partial(self._part, make, number)
                           for number in range(args.num_layers + 2)],
             self._loss, functools.partial(torch_optimizer, args), tier_of(device, offload.path),
-            device=device, limit=limit, seed=args.seed, clip=StreamedNorm(args.clip_grad))
+            device=device, limit=limit, seed=args.seed + ps.get_data_parallel_rank(),
+            gradients=lambda block: None,  # the clipping completes them, once summed
+            clip=StreamedNorm(args.clip_grad, self.scaler, ranks),
+            resident=[] if args.untie_embeddings_and_output_weights else [0],
+            main_weights=args.fp16 or args.bf16,
+            float32_sums=args.accumulate_allreduce_grads_in_fp32)
         self.module = nn.ModuleList(block.module for block in self.trainer.blocks)
         first = self.module[0].part
         self.config, self.pg_collection = first.config, getattr(first, "pg_collection", None)
         self._signature, self.norm = inspect.signature(first.forward), 0.0
+
+    def _part(self, make: MakePart, number: int) -> nn.Module:
+        """Part `number`: 0 the embedding, then the layers, last the output."""
+        args = self._args
+        first, last = number == 0, number == args.num_layers + 1
+
+        def chosen(specs: list[Any]) -> list[Any]:
+            return [] if first or last else [numbered(specs[number - 1], number)]
+
+        with core.chosen_layers(chosen):
+            part = make(pre_process=first, post_process=last)
+        if args.fp16 or args.bf16:
+            part = part.half() if args.fp16 else part.bfloat16()
+        RankGradients.mark(part)
+        if not args.untie_embeddings_and_output_weights:
+            if first:  # it stays on the device, where the output reads it
+                self._embedding = [part.embedding.word_embeddings.weight]
+            elif last:
+                part.output_layer.weight = None
+                part.shared_embedding_or_output_weight = lambda: self._embedding[0]
+        return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Keeps what the forward step gives the model. Nothing is computed yet: what comes back
@@ -159,7 +195,7 @@ class StreamedModel(nn.Module):
             if forward_only:
                 self.trainer.evaluate(given)
                 continue
-            with core.auxiliary_scale(torch.ones(1) * (1 / num_microbatches)):
+            with core.auxiliary_scale(self._scale * (1 / num_microbatches)):
                 self.norm = float(self.trainer.accumulate(given).norm)
         self._calls.given.clear()
         return self._logged
@@ -180,108 +216,15 @@ class StreamedModel(nn.Module):
         """Of one micro-batch: its part of the step's, as in Megatron's schedules."""
         total, *tokens, logged = loss(output)
         self._logged.append(logged)
-        return (total / tokens[0].clamp(min=1) if tokens else total) / self._count
+        return (total / tokens[0].clamp(min=1) if tokens else total) / self._count * self._scale[0]
+
+    @property
+    def _scale(self) -> Tensor:
+        return torch.ones(1) if self.scaler is None else self.scaler.scale
 
     def zero_grad_buffer(self) -> None:
         """Drop the gradients."""
         self.trainer.forget()
-
-
-class StreamedOptimizer:
-    """The optimizers of a model's parts, as a loop and `FiniteSteps` see Megatron's one."""
-
-    optimizer = None  # gradients are in no memory together
-    is_stub_optimizer = False
-
-    def __init__(self, model: StreamedModel, micro_batches: int) -> None:
-        self.model, self.trainer, self._micro_batches = model, model.trainer, micro_batches
-        self._segments = SegmentsOnce(self.trainer, logger)
-
-    @property
-    def kind(self) -> str:
-        """Name of their class."""
-        return next((type(block.optimizer).__name__ for block in self.trainer.blocks
-                     if block.optimizer is not None), "none")
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parts."""
-        return self.trainer.param_groups
-
-    def get_loss_scale(self) -> Tensor:
-        """Of float32: 1."""
-        return torch.ones(1)
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The same."""
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `StreamedModel.zero_grad_buffer`."""
-
-    def prepare_grads(self) -> bool:
-        """Whether the step is to be skipped."""
-        return not math.isfinite(self.model.norm)
-
-    def step(self) -> tuple[bool, float | None, None]:
-        """Clip and step: whether it did, the norm, and in the place of the number of zeros None."""
-        skip = self.prepare_grads()
-        self.trainer.update(skip)
-        if skip:
-            return False, None, None
-        self._segments(self._micro_batches)
-        return True, self.model.norm, None
-
-
-class StreamedNorm:
-    """The bits of Megatron's own clipping, without Apex and Transformer Engine, for one process: a
-    `memory.weights.streamed.Clip`.
-
-    Megatron takes the norm of the tensors' norms, of dense parameters and of experts apart, in the
-    order of the optimizer: matrices of the whole model, then vectors.
-
-    Args:
-        max_norm: of all gradients; 0: they are not clipped.
-    """
-
-    def __init__(self, max_norm: float) -> None:
-        self.max_norm, self._factor = max_norm, 1.0
-        self._norms: dict[tuple[bool, bool, int], list[Tensor]] = {}
-
-    @torch.no_grad()
-    def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the gradients of a part; place: its number."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                expert = not getattr(parameter, "allreduce", True)  # Megatron's mark
-                key = (expert, is_vector(parameter), place)
-                self._norms.setdefault(key, []).append(torch.norm(parameter.grad))
-
-    def norm(self) -> Tensor:
-        """The norm of all that was taken since the last call, 0-dim float64."""
-        kinds = [self._norm_of(expert) for expert in (False, True)]
-        kinds = [norm for norm in kinds if norm is not None]
-        total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
-        self._factor = self.max_norm / (total + 1e-6) if self.max_norm > 0 else 1.0
-        self.forget()
-        return torch.tensor(total, dtype=torch.float64)
-
-    def _norm_of(self, expert: bool) -> float | None:
-        keys = sorted(key for key in self._norms if key[0] == expert)
-        norms = [float(norm) for key in keys for norm in self._norms[key]]
-        if not norms:
-            return None
-        return float(torch.norm(torch.tensor(norms, dtype=torch.float32))**2.0)**0.5
-
-    def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Make them smaller where the norm is above its bound."""
-        if self._factor < 1:
-            for gradient in gradients:
-                gradient.mul_(self._factor)
-
-    def forget(self) -> None:
-        """Drop what was taken."""
-        self._norms = {}
 
 
 def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
@@ -310,18 +253,23 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
             raise ValueError(
                 f"router {layer.plan.config.router.name} does not fit offload.weights=host, where "
                 "layers do not see token ids: use another one, or --weights-on device")
-    return model, StreamedOptimizer(model, args.global_batch_size // args.micro_batch_size)
+    return model, StreamedOptimizer(model, micro_batches(args))
+
+
+def micro_batches(args: argparse.Namespace) -> int:
+    """Of a step, on each rank."""
+    return args.global_batch_size // (args.micro_batch_size * ps.get_data_parallel_world_size())
 
 
 def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: OffloadConfig) -> None:
     plain = "leave it out"
     given = functools.partial(getattr, args)  # each loop has flags that the other one lacks
-    unfit = [(f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
-              "start one, or train with moe_plugin.hosts.plain.streamed.streamed_trainer"),
-             ("tied embeddings, a parameter of two parts",
-              not args.untie_embeddings_and_output_weights,
-              "give --untie-embeddings-and-output-weights"),
-             ("--bf16 or --fp16", args.bf16 or args.fp16, "train in float32"),
+    unfit = [*((f"--{name}-parallel-size {size}", size > 1, "use 1: " + remedy)
+               for name, size, remedy in (
+                   ("pipeline-model", args.pipeline_model_parallel_size,
+                    "a rank computes all layers, one after another"),
+                   ("context", args.context_parallel_size,
+                    "share a sequence by --sequence-parallel"))),
              (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
               "use adam or sgd"),
              ("--moe-router-enable-expert-bias", args.moe_router_enable_expert_bias,
@@ -343,7 +291,8 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
              *((f"guard.{name}", bool(settings.get(f"guard.{name}")), plain)
                for name in ("votes", "twins")),
              *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
-                 "native_moe", "calculate_per_token_loss", "use_distributed_optimizer",
+                 "fp8", "fp4", "native_moe", "calculate_per_token_loss",
+                 "use_distributed_optimizer",
                  "hybrid_layer_pattern", "mtp_num_layers", "log_params_norm", "decoupled_lr",
                  "use_megatron_fsdp", "use_torch_fsdp2", "finetune", "pretrained_checkpoint",
                  "async_save",
@@ -352,24 +301,6 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
                  "no_weight_decay_cond_type", "apply_wd_to_qk_layernorm"))]
     refuse_unfit("offload.weights=host", ((f"{what} in Megatron", not is_so, remedy)
                                           for what, is_so, remedy in unfit))
-
-
-def device_of_parts() -> torch.device:
-    """The device that computes."""
-    if torch.cuda.is_available() and not cpu.enabled():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _part(make: MakePart, calls: _Calls, number: int, layers: int) -> nn.Module:
-    """Part `number`: 0 the embedding, then the layers, last the output."""
-    first, last = number == 0, number == layers + 1
-
-    def chosen(specs: list[Any]) -> list[Any]:
-        return [] if first or last else [numbered(specs[number - 1], number)]
-
-    with core.chosen_layers(chosen):
-        return ModelPart(make(pre_process=first, post_process=last), calls)
 
 
 def numbered(spec: Any, number: int) -> Any:
@@ -384,21 +315,3 @@ def numbered(spec: Any, number: int) -> Any:
     changed = copy.copy(spec)
     changed.module = Layer
     return changed
-
-
-def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
-                    ) -> torch.optim.Optimizer:
-    """Torch's, as Megatron uses it, with its names in the groups; vectors have no weight decay."""
-    kinds = [(1.0, [p for p in params if not is_vector(p)]),
-             (0.0, [p for p in params if is_vector(p)])]
-    groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,
-               "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
-              for times, chosen in kinds if chosen]
-    make: Callable[..., torch.optim.Optimizer] = functools.partial(
-        torch.optim.SGD, momentum=args.sgd_momentum)
-    if args.optimizer == "adam":
-        coupled = not getattr(args, "decoupled_weight_decay", True)
-        make = functools.partial(
-            torch.optim.Adam if coupled else torch.optim.AdamW, eps=getattr(args, "adam_eps", 1e-8),
-            betas=(args.adam_beta1, args.adam_beta2), fused=args.moe_fused_adam or None)
-    return make(groups, lr=args.lr)

@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from moe_plugin import checksums
-from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron.model_settings import check_settings, differs
-from moe_plugin.hosts.megatron.streamed import StreamedModel, StreamedOptimizer
-from moe_plugin.memory.weights.files import load_weights, save_weights
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, write_whole
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
 
-META = "streamed.json"
+from moe_plugin.comm.host_collectives import refused_together
+from moe_plugin.hosts.megatron import checkpoint_files as files
+from moe_plugin.hosts.megatron.spec import check_settings, differs
+from moe_plugin.hosts.megatron.streamed import StreamedModel
+from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
+from moe_plugin.memory.weights.files import load_weights, save_weights
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, write_whole
+
+META, _SCALER = "streamed.json", "loss_scaler"
+_RANKS = "ranks (all, tensor-, expert-, expert-tensor-parallel)"
 
 
 def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
@@ -32,9 +40,17 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
         FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
     """
     folder = files.folder(root, progress["iteration"])
-    save_weights(model.trainer, folder, model.peers and model.peers.outer_state, finite=True)
+    if (scaler := model.scaler) is not None:
+        progress = {**progress, _SCALER: {name: float(x) for name, x in
+                                          scaler.state_dict().items()}}
+    with refused_together("a checkpoint") if dist.get_world_size() > 1 else nullcontext():
+        save_weights(model.trainer, _own(folder), model.peers and model.peers.outer_state,
+                     finite=True)
+    if dist.get_rank() > 0:
+        return folder
     write_whole(Path(folder, META), checksums.seal_json(
-        {**progress, "settings": dict(settings), "optimizer": optimizer.kind}))
+        {**progress, "settings": dict(settings), "optimizer": optimizer.kind,
+         "ranks": _ranks()}))
     write_whole(Path(root, files.LATEST), str(progress["iteration"]))
     return folder
 
@@ -71,6 +87,26 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
     check_settings(folder, meta.get("settings") or {}, settings)
     if optimizer is not None and meta.get("optimizer", optimizer.kind) != optimizer.kind:
         raise ValueError(differs(folder, "optimizer", meta["optimizer"], optimizer.kind))
-    load_weights(model.trainer, path.parent)
-    model.loaded = path.parent
+    if (ranks := meta.get("ranks", [1])) != _ranks():
+        raise ValueError(differs(folder, _RANKS, ranks, _ranks()))
+    load_weights(model.trainer, _own(folder))
+    if model.scaler is not None and (scaler := progress.pop(_SCALER, {})):
+        model.scaler.load_state_dict({name: torch.tensor([x]) if name == "scale" else int(x)
+                                      for name, x in scaler.items()})
+    model.loaded = Path(_own(folder))
     return progress
+
+
+def _own(folder: str) -> str:
+    """The folder of this rank's files."""
+    return folder if dist.get_world_size() == 1 else os.path.join(
+        folder, f"rank_{dist.get_rank():05d}")
+
+
+def _ranks() -> list[int]:
+    """How many there are, and how they share the model; of one: that."""
+    if dist.get_world_size() == 1:
+        return [1]
+    return [dist.get_world_size(), ps.get_tensor_model_parallel_world_size(),
+            ps.get_expert_model_parallel_world_size(),
+            ps.get_expert_tensor_parallel_world_size()]

@@ -21,27 +21,26 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from moe_plugin import checksums
 from moe_plugin.config import SwarmConfig, run_config
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import core, cpu
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.layer import plugin_layers
-from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
 from moe_plugin.hosts.megatron.script_streamed import resume, stages_of
-from moe_plugin.hosts.megatron.streamed import (
-    MakePart,
+from moe_plugin.hosts.megatron.spec import check_settings, model_settings
+from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness
+from moe_plugin.hosts.megatron.streamed_optimizer import (
     StreamedOptimizer,
     device_of_parts,
-    numbered,
-    own_randomness,
     torch_optimizer,
 )
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.regular_files import check_input, write_whole
-from moe_plugin.resilience.swarm import JoinedTrainer, StagePeer, Swarm
-from moe_plugin.run import Run, refuse_unfit
+from moe_plugin.training.resilience.swarm import JoinedTrainer, StagePeer, Swarm
+from moe_plugin.training.run import Run
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import check_input, write_whole
+from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
 META = "megatron.json"

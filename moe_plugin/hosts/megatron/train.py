@@ -15,7 +15,7 @@ import sys
 from moe_plugin.hosts.megatron import launch
 from moe_plugin.hosts.megatron.endings import end_process
 
-_OPTIONS = {"--cpu": "--moe-cpu", **{name: name for name in launch.OPTIONS}}
+_OPTIONS = {"--cpu": launch.CPU, launch.CPU: launch.CPU}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -42,8 +42,8 @@ from moe_plugin.hosts.megatron.compat.settings import (
     with_known_names,
 )
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
-from moe_plugin.messages import short
 from moe_plugin.routing import only_read
+from moe_plugin.utils.messages import short
 
 # Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
 # offered.

@@ -31,6 +31,7 @@ from moe_plugin.checkpoint.layers import (
 )
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.comm import Comm, default_comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
@@ -43,7 +44,6 @@ from moe_plugin.hosts.plain.restored import (
     restored,
 )
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext
 from moe_plugin.routing.registry import check_balance
 
 # settings with which a block computes more than its weights and our settings say

@@ -17,6 +17,7 @@ from torch import nn
 
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.comm import Comm, default_comm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.named import overrides, refuse_timeout
 from moe_plugin.experts.ffn import SHARD_AXIS
@@ -24,8 +25,7 @@ from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in, use_model_masks
 from moe_plugin.hosts.plain.feed_forward import FeedForward, read_feed_forward
 from moe_plugin.layer import MoELayer
-from moe_plugin.messages import short
-from moe_plugin.records import HostContext
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 Match = str | Callable[[str, nn.Module], bool]

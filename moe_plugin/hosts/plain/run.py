@@ -16,20 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_plugin.comm import Comm, TorchComm, default_comm
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
-from moe_plugin.dtensors import is_sharded
-from moe_plugin.folder_lock import FolderLock, hold_folder
-from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import blocks_of
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.output import MoEOutput
-from moe_plugin.resilience.elastic import ReplicaPlace, is_replica
-from moe_plugin.resilience.overflow import StepStart
-from moe_plugin.resilience.step_votes import StepVotes, ballots_of
-from moe_plugin.resilience.vote import refuse_reported_loads
 from moe_plugin.routing.replay import replaying
-from moe_plugin.run import (
+from moe_plugin.training.gradients.sync import clip_grad_norm_
+from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.training.resilience.overflow import StepStart
+from moe_plugin.training.resilience.step_votes import StepVotes, ballots_of
+from moe_plugin.training.resilience.vote import refuse_reported_loads
+from moe_plugin.training.run_features import HostSeams, make_run
+from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.folder_lock import FolderLock, hold_folder
+from moe_plugin.utils.run_feature import (
     RunFeature,
     SkipStep,
     StepFacts,
@@ -37,7 +38,6 @@ from moe_plugin.run import (
     StepInput,
     refuse_unfit,
 )
-from moe_plugin.run_features import HostSeams, make_run
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -69,7 +69,7 @@ class TrainingSteps:
         tokens_of: the tokens of all ranks in a step, for the line after the first; None: no line.
         lighthouse, replica: this loop is one of several replicas, see `ElasticReplica`.
         folder: into which the loop writes its checkpoints and logs. Another run that is given the
-            same folder is refused until this one is closed, see `moe_plugin.folder_lock`.
+            same folder is refused until this one is closed, see `moe_plugin.utils.folder_lock`.
         features: of your own.
 
     Attributes: `run`: the features. `norm`: of the last step's gradients, before clipping. `done`:

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.torch_comm import TorchComm
-from moe_plugin.experts.marks import expert_parameters, is_expert
-from moe_plugin.gradients.part_gradients import keep_part_gradients
-from moe_plugin.gradients.router_units import shard_routers
-from moe_plugin.gradients.sync import exclude_experts, mark_adapters, reduce_experts
+from moe_plugin.experts.base import expert_parameters, is_expert
 from moe_plugin.layer import MoELayer, layers_in
+from moe_plugin.training.gradients.muon import shard_routers
+from moe_plugin.training.gradients.part_gradients import keep_part_gradients
+from moe_plugin.training.gradients.sync import exclude_experts, mark_adapters, reduce_experts
 
 
 def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = None,
@@ -27,9 +27,9 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     Experts stay where expert parallelism put them; where several ranks store the same ones, their
     gradients are averaged in buckets behind backward. When `backward` returns, every gradient is
     that of the mean over ranks of the ranks' losses: no other call is needed. Clip with
-    `moe_plugin.gradients.norm.clip_grad_norm_`, or with torch's own function (`part_gradients`).
-    Experts follow `set_gradient_divide_factor` of the innermost unit around their layer.
-    Collective.
+    `moe_plugin.training.gradients.sync.clip_grad_norm_`, or with torch's own function
+    (`part_gradients`). Experts follow `set_gradient_divide_factor` of the innermost unit around
+    their layer. Collective.
 
     Args:
         model: on its device. Shared parameters and buffers become those of rank 0.
@@ -88,8 +88,8 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
     if not any(p.requires_grad and not is_expert(p) for p in model.parameters()):
         raise ValueError(
             "ddp_model averages parameters that all ranks hold, and of this model only experts' "
-            "are trained: call moe_plugin.gradients.sync.reduce_experts(model) alone, which "
-            "is enough then")
+            "are trained: call moe_plugin.training.gradients.sync.reduce_experts(model) alone, "
+            "which is enough then")
     reduce_experts(model, world)
     exclude_experts(model)
     return DistributedDataParallel(model, **options)

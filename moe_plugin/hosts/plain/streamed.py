@@ -11,16 +11,15 @@ from torch import nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.config import OffloadConfig
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.gradients.norm import PartedClip
-from moe_plugin.gradients.replicas import mark_replicas, replica_comm
-from moe_plugin.gradients.sync import refuse_same_tokens, sync_gradients
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.layer import layers_in
 from moe_plugin.memory.tiers import HostTier, tier_of
 from moe_plugin.memory.weights.blocks import MakeOptimizer
 from moe_plugin.memory.weights.streamed import Loss, StreamedTrainer
-from moe_plugin.messages import short
 from moe_plugin.planner.units import parse_size
+from moe_plugin.training.gradients.replicas import mark_replicas, replica_comm
+from moe_plugin.training.gradients.sync import PartedClip, refuse_same_tokens, sync_gradients
+from moe_plugin.utils.messages import short
 
 
 def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Callable[[], nn.Module]],
@@ -37,7 +36,8 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         settings: `weights`; `path`, where they are files; `weights_memory`, the `limit`.
         blocks, loss, optimizer, device, arguments: see `StreamedTrainer`.
         clip_norm: gradients are scaled so that their norm over all parameters of all ranks, experts
-            counted once, is at most this (`moe_plugin.gradients.norm`); None: they are not.
+            counted once, is at most this (`moe_plugin.training.gradients.sync`); None: they are
+            not.
         world: all data-parallel ranks, which start with equal weights; None: those of the default
             group.
     Raises:
@@ -49,6 +49,10 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
             "which keeps each block's input and computes the block again: leave it out")
     world = default_comm() if world is None else world
     if world.size > 1:
+        if arguments.get("main_weights"):
+            raise ValueError(f"main_weights=True does not fit {world.size} ranks, whose gradients "
+                             "are reduced in the parameters' dtype: use one rank, or weights of "
+                             "float32")
         arguments.setdefault("gradients", BlockGradients(world))
     if clip_norm is not None:
         if not clip_norm > 0:

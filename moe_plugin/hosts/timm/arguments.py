@@ -12,11 +12,11 @@ from moe_plugin.config import ObserveConfig, RunConfig, run_config
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.config.lacks import HOSTS, refuse_lacking
 from moe_plugin.config.options import MOST_SECONDS, check
-from moe_plugin.ensembles.settings import EnsembleSettings, flags, given_settings
 from moe_plugin.hosts.timm.data import EXAMPLES
 from moe_plugin.hosts.timm.ensemble import HEAD
 from moe_plugin.hosts.timm.model import PRESETS
-from moe_plugin.messages import Parser, short
+from moe_plugin.training.ensembles.settings import EnsembleSettings, flags, given_settings
+from moe_plugin.utils.messages import Parser, short
 
 SMOOTHING = 0.1
 TASKS = "classify", "segment"

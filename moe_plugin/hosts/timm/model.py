@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from moe_plugin.comm import Comm
-from moe_plugin.ensembles.cmcl import EnsembleHeads
 from moe_plugin.experts import is_expert
 from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.replace import replace_ffn
 from moe_plugin.hosts.timm.backbone import draw_linear, optional, released_swin
 from moe_plugin.hosts.timm.ensemble import HEAD, ClassHead, SegmentHead, SwinEnsemble
-from moe_plugin.messages import short
+from moe_plugin.training.ensembles.cmcl import EnsembleHeads
+from moe_plugin.utils.messages import short
 
 # published: one expert a token by its score, the most confident tokens first, capacity 1.25, losses
 # on load and importance (Hwang et al. 2022, Tutel, section 5; configs/swinmoe of Swin-Transformer)

@@ -26,7 +26,7 @@ from moe_plugin.checkpoint.save_load import Leave
 from moe_plugin.checkpoint.source import UNREADABLE, CheckpointError
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 _OURS = {ours: (theirs, swap) for theirs, (ours, swap) in NAMES.items()}
 # made again from the sizes

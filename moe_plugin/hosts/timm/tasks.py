@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.ensembles.cmcl import (
+from moe_plugin.training.ensembles.cmcl import (
     BINS,
     HISTOGRAMS,
     confidence_histograms,
     sequence_errors,
     sequence_oracle,
 )
-from moe_plugin.ensembles.settings import EnsembleSettings
+from moe_plugin.training.ensembles.settings import EnsembleSettings
 
 _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.save_load import Leave
 from moe_plugin.comm import TorchComm
-from moe_plugin.comm.job_abort import claim_first_report, is_of_another_rank, says_why
+from moe_plugin.comm.watchdog import claim_first_report, is_of_another_rank, says_why
 from moe_plugin.config import RunConfig, of_layer
 from moe_plugin.config.flags import file_settings, settings_from_flags
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in, optimizer_groups
@@ -53,9 +53,9 @@ from moe_plugin.hosts.timm.model import (
 )
 from moe_plugin.hosts.timm.published import read_published
 from moe_plugin.hosts.timm.tasks import VisionTask
-from moe_plugin.messages import short
 from moe_plugin.observe.history.json_lines import step_record
-from moe_plugin.run import StepFacts
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import StepFacts
 
 # timm's classes of blocks, which keep, recompute or swap activations
 BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"

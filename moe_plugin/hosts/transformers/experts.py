@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.hosts.transformers.compat import apply_gate, has_its_own_gate
-from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.derivatives import first_derivative_only
+from moe_plugin.kernels.activations import ACTIVATIONS, first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.messages import first_process, warn_once
-from moe_plugin.records import ExpertRows, Placement, RowCounts
+from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.utils.messages import first_process, warn_once
 
 _SAME = 1e-6  # of two activations' values
 _LARGE = torch.logspace(-3, 4, 29)  # an activation may be another one's, cut off

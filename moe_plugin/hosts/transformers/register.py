@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.functional import gather
 from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
+from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.options import aliases, canonical
 from moe_plugin.config.tree import flatten, to_dict
@@ -35,9 +36,8 @@ from moe_plugin.hosts.transformers.experts import (
     experts_of,
     stacks_read_once,
 )
-from moe_plugin.messages import short
-from moe_plugin.records import Placement
 from moe_plugin.routed_experts import RoutedExperts, check_routed
+from moe_plugin.utils.messages import short
 
 NAME = "moe_plugin"
 # what is left to set where the model has the router and the experts' sizes

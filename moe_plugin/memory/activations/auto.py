@@ -23,7 +23,6 @@ from torch import nn
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.agreement import agree
 from moe_plugin.config import MoEConfig, OffloadConfig
-from moe_plugin.machine import wait_for_device
 from moe_plugin.memory.activations.offload import (
     POLICIES,
     Activations,
@@ -36,14 +35,15 @@ from moe_plugin.memory.activations.offload import (
 from moe_plugin.memory.activations.swap import SMALLEST, Swapper
 from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.tiers import Tier, tier_of
-from moe_plugin.messages import short
 from moe_plugin.planner.offload.activation_plan import SwapPlan
 from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import SWAP, blocks_of
-from moe_plugin.planner.offload.profile import BlockProfile, ModelProfile
+from moe_plugin.planner.offload.schedule import BlockProfile, ModelProfile
 from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
-from moe_plugin.run import StepFacts, refuse_unfit
+from moe_plugin.utils.machine import wait_for_device
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
 
 logger = logging.getLogger(__name__)
 

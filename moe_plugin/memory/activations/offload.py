@@ -29,9 +29,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from moe_plugin.memory.activations.swap import Ledger, Saved, Swapper
 from moe_plugin.memory.copier import OnDevice
 from moe_plugin.memory.passes import unchanged_buffers
-from moe_plugin.messages import short
 from moe_plugin.routing.replay import inside_backward
-from moe_plugin.run import RunFeature, StepFacts
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.run_feature import RunFeature, StepFacts
 
 logger = logging.getLogger(__name__)
 POLICIES = ("keep", "recompute", "swap")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_plugin.comm.job_abort import abort_job
+from moe_plugin.comm.watchdog import abort_job
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.tiers import Tier, TierTensor
 

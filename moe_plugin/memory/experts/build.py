@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import FFNExperts, build_device_experts, expert_kinds
 from moe_plugin.experts.base import Experts
 from moe_plugin.memory.experts.stored import StoredExperts
-from moe_plugin.records import HostContext, Placement
 
 
 def build_experts(config: MoEConfig, place: Placement, host: HostContext,

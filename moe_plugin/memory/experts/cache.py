@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.planner.units import show_size
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 Key = tuple[int, int]  # number of a layer among those of the cache, expert of this rank
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import TierError, TierTensor, write_values
-from moe_plugin.messages import short
-from moe_plugin.records import Placement
-from moe_plugin.regular_files import make_folder, write_remedy
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import make_folder, write_remedy
 
 Shapes = Mapping[str, tuple[int, ...]]  # by parameter, of one expert's (or shard's) part
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -12,21 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import FFNExperts, expert_kinds
-from moe_plugin.experts.base import Experts
+from moe_plugin.experts.base import Experts, mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.experts.former_names import use_current_names
-from moe_plugin.experts.marks import mark_expert
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
-from moe_plugin.machine import pinned_copy, to_device, user_cache
 from moe_plugin.memory.experts.cache import CacheSpec
 from moe_plugin.memory.experts.files import ExpertFile, given_file, own_file
-from moe_plugin.memory.experts.rows import counts_of, order_of, parts, reordered, with_counts
-from moe_plugin.memory.experts.store import ExpertStore, FileWeights, HostWeights
+from moe_plugin.memory.experts.store import (
+    ExpertStore,
+    FileWeights,
+    HostWeights,
+    counts_of,
+    order_of,
+    parts,
+    reordered,
+    with_counts,
+)
 from moe_plugin.planner.units import parse_size
-from moe_plugin.records import ExpertRows, HostContext, Placement, RowCounts, RowPlan
-from moe_plugin.regular_files import check_input
+from moe_plugin.records import ExpertRows, RowCounts, RowPlan
+from moe_plugin.utils.machine import pinned_copy, to_device, user_cache
+from moe_plugin.utils.regular_files import check_input
 
 
 class StoredExperts(Experts):

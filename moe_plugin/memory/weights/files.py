@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin import checksums
 from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import set_state, state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, make_folder, move_into_place, write_remedy
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, make_folder, move_into_place, write_remedy
 
 _STEP, _WEIGHT, _BUFFER, _STATE = "step", "weight.", "buffer.", "state."
 _BESIDE = "beside."

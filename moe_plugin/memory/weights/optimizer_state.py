@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.memory.copier import Copier, Ticket
-from moe_plugin.memory.flat import FlatLayout, absent, aligned_buffer
+from moe_plugin.memory.passes import FlatLayout, absent, aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, TierBuffer
 
 State = Mapping[tuple[int, str], Tensor]  # by number of the parameter and name
+_MAIN = "main weight"  # beside an optimizer's state, the parameter itself
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -65,13 +66,44 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """State that is in memory while its optimizer steps, in a room that blocks share."""
+    """State that is in memory while its optimizer steps, in a room that blocks share, and with it
+    the parameters whose weights lie nowhere else.
+    """
 
     def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer, self._held = optimizer, TierBuffer(tier)
-        self._layout = FlatLayout.of([])
+        self._keys, self._layout = list[tuple[int, str]](), FlatLayout.of([])
         self._ticket: Ticket | None = None
         self._flat_N: Tensor | None = None  # where it is, while it is in memory
+        self._mains: dict[int, nn.Parameter] = {}  # by number
+
+    def hold_mains(self, values: Mapping[int, Tensor]) -> None:
+        """Hold these parameters, too.
+
+        values: by `id` of the parameter.
+        """
+        self._mains = {i: p for i, p in enumerate(_params(self.optimizer)) if id(p) in values}
+        self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
+
+    def mains(self) -> dict[int, Tensor]:
+        """A copy of these parameters by their `id`; nothing is in flight."""
+        held = self._tensors() if self._mains else {}
+        return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
+
+    def stage_mains(self, values: Mapping[int, Tensor]) -> Callable[[bool], None]:
+        """Hold new values next to the present ones; what is returned takes or drops them."""
+        state = self._tensors() | {(i, _MAIN): values[id(p)] for i, p in self._mains.items()}
+        flat_N = aligned_buffer(self._layout.nbytes, "cpu")
+        self._layout.fill(flat_N, [state[key] for key in sorted(state)])
+        return self._held.stage(flat_N)
+
+    def _all(self) -> dict[tuple[int, str], Tensor]:
+        return state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
+
+    def _set(self, state: State) -> None:
+        set_state(self.optimizer, {key: x for key, x in state.items() if key[1] != _MAIN})
+        for i, p in self._mains.items():
+            p.data = state[i, _MAIN]
 
     @property
     def nbytes(self) -> int:
@@ -89,12 +121,12 @@ class StateInFiles:
         if self._ticket is not None:
             self._ticket.wait()
             self._held.settle()
-            set_state(self.optimizer, self._named(self._flat_N))
+            self._set(self._named(self._flat_N))
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
         """Start to write what the optimizer has now, which then has no state in memory."""
-        state = state_of(self.optimizer)
+        state = self._all()
         if not state:
             return
         tensors = [state[key] for key in sorted(state)]
@@ -109,31 +141,37 @@ class StateInFiles:
                 view.copy_(x)
         self._layout = layout
         room.left(self._held.put_later(copier, self._flat_N))
-        self._flat_N = None
-        set_state(self.optimizer, {key: absent(x) for key, x in state.items()})
+        self._keys, self._flat_N = sorted(state), None
+        self._set({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """A copy; nothing is in flight."""
-        if not state_of(self.optimizer):
+        """A copy of the state; nothing is in flight."""
+        return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
+
+    def _tensors(self) -> dict[tuple[int, str], Tensor]:
+        if not self._keys:
             return {}
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
         self._held.read(flat_N)
         return self._named(flat_N)
 
     def load(self, state: State) -> None:
-        """Take such tensors."""
-        tensors = [state[key] for key in sorted(state)]
+        """Take such tensors; the parameters that it holds stay."""
+        if self._mains and self._keys:
+            held = self._tensors()
+            state = {**state, **{(i, _MAIN): held[i, _MAIN] for i in self._mains}}
+        self._keys = sorted(state)
+        tensors = [state[key] for key in self._keys]
         self._layout = FlatLayout.of(tensors)
         if tensors:
             flat_N = aligned_buffer(self._layout.nbytes, "cpu")
             self._layout.fill(flat_N, tensors)
             self._held.put(flat_N)
-        set_state(self.optimizer, {key: absent(x) for key, x in state.items()})
+        self._set({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
         """Wait for what is being written; raise what went wrong."""
         self._held.settle()
 
     def _named(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:
-        return dict(zip(sorted(state_of(self.optimizer)), self._layout.views(flat_N),
-                        strict=True))
+        return dict(zip(self._keys, self._layout.views(flat_N), strict=True))

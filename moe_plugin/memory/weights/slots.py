@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from moe_plugin.memory.copier import Copier, Ticket
-from moe_plugin.memory.flat import aligned_buffer
+from moe_plugin.memory.passes import aligned_buffer
 from moe_plugin.memory.weights.blocks import StreamedBlock
 
 

@@ -8,6 +8,7 @@ optimizer at once. Source: ATOM (systems of decentralised training of whole mode
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,19 +17,18 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.comm.job_abort import ends_all_ranks
-from moe_plugin.determinism import seed_of, seeded
+from moe_plugin.comm.watchdog import ends_all_ranks
 from moe_plugin.memory.copier import Copier, OnDevice
-from moe_plugin.memory.flat import give_back_free_memory
-from moe_plugin.memory.passes import BlockPasses
+from moe_plugin.memory.passes import BlockPasses, give_back_free_memory
 from moe_plugin.memory.tiers import DiskTier, HostTier, Tier, TierError
 from moe_plugin.memory.weights.blocks import MakeOptimizer, Scale, StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
+from moe_plugin.memory.weights.refusal import check_shared, check_tier, reduction
 from moe_plugin.memory.weights.slots import Slots, place_sizes
 from moe_plugin.routing import finish_step_of_any, forget_step
+from moe_plugin.utils.determinism import seed_of, seeded
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -49,7 +49,7 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """Clips gradients that are not in memory together, e.g. `moe_plugin.gradients.norm`'s
+    """Clips gradients that are not in memory together, e.g. `moe_plugin.training.gradients.sync`'s
     `PartedClip(1.0)`.
     """
 
@@ -112,6 +112,10 @@ class StreamedTrainer:
             so that nothing is stepped inside backward. None: no clipping.
         skip_not_finite: with `clip`, a step whose norm is not finite changes no weight and no
             state of an optimizer.
+        main_weights: see `StreamedBlock`. `clip` then gets float32 gradients, but `gradients` sees
+            those of 16 bits alone.
+        float32_sums: with main weights, gradients of micro-batches are summed in float32, not in
+            the 16 bits of their parameter.
     Raises:
         ValueError: tier and device, segments or limit do not fit; two blocks share a parameter.
         TierError: the tier has no room.
@@ -129,9 +133,10 @@ class StreamedTrainer:
                  segments: Sequence[int] | None = None, resident: Sequence[int] = (),
                  limit: int | None = None, throttle: float | None = None, overlap: bool = True,
                  seed: int = 0, gradients: Callable[[nn.Module], object] | None = None,
-                 clip: Clip | None = None, skip_not_finite: bool = False) -> None:
+                 clip: Clip | None = None, skip_not_finite: bool = False,
+                 main_weights: bool = False, float32_sums: bool = False) -> None:
         self.device, self.tier, self.limit = torch.device(device), tier, limit
-        _check_tier(tier, self.device)
+        check_tier(tier, self.device)
         if not blocks:
             raise ValueError("a model of 0 blocks: give at least 1")
         if skip_not_finite and clip is None:
@@ -139,16 +144,16 @@ class StreamedTrainer:
                              "give one")
         self.copier = Copier(self.device, throttle)
         self.overlap, self.seed, self.steps, self.micro_batch = overlap, seed, 0, 0
-        self.gradients, self.clip = _reduction(gradients), clip
-        self.skip_not_finite = skip_not_finite
+        self.gradients, self.clip = reduction(gradients), clip
+        self.skip_not_finite, self.float32_sums = skip_not_finite, float32_sums
         self._room = OptimizerStateBuffer()
         self._slots: Slots | None = None
         self.blocks: list[StreamedBlock] = []
         for number, block in enumerate(blocks):
             module = (block if isinstance(block, nn.Module) else block()).to(self.device)
-            _check_shared(self.blocks, number, module)
+            check_shared(self.blocks, number, module)
             self.blocks.append(StreamedBlock(number, module, optimizer,
-                                             None if number in resident else tier))
+                                             None if number in resident else tier, main_weights))
             give_back_free_memory()
         self._passes = BlockPasses([block.module for block in self.blocks], loss, self.randomness)
         self.profile = [BlockMeasurement() for _ in self.blocks]
@@ -197,9 +202,10 @@ class StreamedTrainer:
     @property
     def bytes_beside_segments(self) -> int:
         """Of `device_bytes`, what no segment holds."""
-        resident = sum(b.layout.nbytes for b in self.blocks if not b.streams)
+        resident = sum(b.layout.nbytes + b.main_bytes for b in self.blocks if not b.streams)
         # gradients, and those of the block before while they are put aside
-        largest = max(b.layout.nbytes for b in self.blocks) * (1 if self.clip is None else 2)
+        largest = max(b.layout.nbytes + b.main_bytes // 2 for b in self.blocks) * (
+            1 if self.clip is None else 2)
         if self.clip is not None:  # theirs stay until the step
             largest += resident
         return resident + largest + (self._room.nbytes if isinstance(self.tier, DiskTier) else 0)
@@ -240,17 +246,25 @@ class StreamedTrainer:
         last: StreamedBlock | None = None
         for block in self._slots.blocks(order, True, self.overlap, before):
             with self._timed(block, "backward_s"):
-                self._passes.backward(block.number)
+                self._passes.backward(block.number,
+                                      functools.partial(self._sum_gradients, block))
+                block.sum_gradients()
                 self.gradients(block.module)
             if self.clip is None:
                 self._step_block(block)
                 continue
-            self.clip.add(block.number, block.params)
+            self.clip.add(block.number, block.graded)
             if last is not None:
                 last.wait_kept()
             block.keep_gradients(self.copier)
             block.forget_memory()
             last = block
+
+    def _sum_gradients(self, block: StreamedBlock) -> None:
+        """After a micro-batch, of the block and of those that it may share a weight with."""
+        for each in (block, *(b for b in self.blocks if not b.streams)):
+            if self.float32_sums:
+                each.sum_gradients()
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
@@ -380,34 +394,3 @@ class StreamedTrainer:
         self.copier.close()
         self._slots.clear()
         self.tier.close()
-
-
-def _check_tier(tier: Tier, device: torch.device) -> None:
-    if isinstance(tier, DiskTier) and device.type != "cpu":
-        raise ValueError(f"weights on disk do not fit the device {device}: their optimizer steps "
-                         "in host memory, which is the device of a CPU alone; use the host's "
-                         "memory")
-    if not isinstance(tier, DiskTier | HostTier):
-        raise ValueError(f"a tier of kind {type(tier).__name__}: must be a HostTier or DiskTier")
-
-
-def _reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if gradients is None and ranks > 1:
-        raise ValueError(
-            f"weights that stream through each of {ranks} ranks need `gradients`, which reduces a "
-            "block's gradients over them, e.g. BlockGradients(world) of "
-            "moe_plugin.hosts.plain.streamed")
-    return gradients or (lambda block: None)
-
-
-def _check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module) -> None:
-    owner = {id(p): (block.number, name) for block in blocks
-             for name, p in zip(block.names, block.params, strict=True)}
-    for name, p in module.named_parameters():
-        if id(p) in owner:
-            other, its_name = owner[id(p)]
-            raise ValueError(
-                f"blocks {other} and {number} share a parameter ({its_name}, {name}): its gradient "
-                "would be summed in another order, and it would have to be in two segments; give "
-                "each block its own")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from typing import Any, TypeVar
 
-from moe_plugin.messages import short
 from moe_plugin.observe.history.records import (
     CopyRecord,
     DecisionRecord,
@@ -21,6 +21,7 @@ from moe_plugin.observe.history.records import (
     SpanRecord,
     StepRecord,
 )
+from moe_plugin.utils.messages import short
 
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
@@ -30,20 +31,21 @@ _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 def layer_record(row: Mapping[str, Any]) -> LayerRecord:
     """A record of one layer."""
-    step, layer = _step(row, "step"), str(row["layer"])
+    # each line has strings of its own, which a long log would keep by the hundred thousand
+    step, layer = _step(row, "step"), sys.intern(str(row["layer"]))
     return _filled(LayerRecord, row, step=step, layer=layer,
                    load=_loads(_list(row, "load")),
                    decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
 
 
 def _loads(values: list[Any]) -> Sequence[float]:
-    """The loads of all experts. A long log has millions, which an array holds in 4 or 8 bytes
+    """The loads of all experts. A long log has millions, which an array holds in 2, 4 or 8 bytes
     each.
     """
     kinds = {*map(type, values)}
     try:
         if kinds == {int}:
-            return array("i", values)
+            return array("H" if 0 <= min(values) and max(values) < 1 << 16 else "i", values)
         if kinds == {float} and max(map(abs, values)) <= LARGEST and not any(map(isnan, values)):
             return array("d", values)
     except OverflowError:
@@ -139,26 +141,31 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, default, whether it is numbers by name) of a record's fields."""
-    return tuple((field.name, field.default, field.default_factory is dict)
-                 for field in dataclasses.fields(kind) if field.init)
+def _fields(kind: Any) -> dict[str, bool]:
+    """Whether each field of a record is numbers by name."""
+    return {field.name: field.default_factory is dict
+            for field in dataclasses.fields(kind) if field.init}
+
+
+@functools.cache
+def _absent(kind: Any) -> dict[str, Any]:
+    """Numbers by name that a line lacks: records of a log share one empty object."""
+    return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 
 
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
-    """A record of a line: given fields, numbers, and numbers by name, each known by its default."""
-    for name, default, by_name in _fields(kind):
-        if name in given:
+    """A record of a line: given fields, numbers, and numbers by name."""
+    fields = _fields(kind)
+    for name, value in row.items():
+        by_name = fields.get(name)
+        if by_name is None or name in given or value is None:
             continue
-        value = row.get(name)
         if by_name:
             given[name] = _numbers(row, name) if value else _NONE
-        elif value is None:
-            given[name] = default
         else:
             plain = type(value) in _PLAIN and -LARGEST <= value <= LARGEST
             given[name] = value if plain else _number(value, name)
-    return kind(**given)
+    return kind(**{**_absent(kind), **given})
 
 
 _NONE: dict[str, float] = {}  # shared by all records that have no such numbers
@@ -224,4 +231,6 @@ def _numbers(row: Mapping[str, Any], name: str) -> dict[str, float]:
     if not kinds <= _PLAIN or not (-LARGEST <= min(numbers) and max(numbers) <= LARGEST):
         return {str(key): _number(value, name)
                 for key, value in found.items() if value is not None}
-    return _shared(*found.items()) if float not in kinds else found
+    if float not in kinds:
+        return _shared(*found.items())
+    return {sys.intern(key): value for key, value in found.items()}

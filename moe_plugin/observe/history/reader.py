@@ -14,19 +14,20 @@ from itertools import groupby
 from pathlib import Path
 
 from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log, trainer_state
-from moe_plugin.observe.history.command import written
-from moe_plugin.observe.history.predictions import PredictionRecord, prediction_record
 from moe_plugin.observe.history.records import (
     COPIES,
+    KEY,
     OWN_LOOPS,
     CopyRecord,
     LayerRecord,
+    ResizeRecord,
     RunRecord,
     SpanRecord,
     StepRecord,
+    resize_record,
+    written,
 )
-from moe_plugin.observe.history.resizes import KEY, ResizeRecord, resize_record
-from moe_plugin.regular_files import check_input
+from moe_plugin.utils.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
 DEPTH = 3
@@ -68,7 +69,6 @@ class _Source:
     brief: list[LayerRecord] = field(default_factory=list)
     copies: dict[tuple[str, int], CopyRecord] = field(default_factory=dict)
     timelines: list[tuple[int, int, list[SpanRecord]]] = field(default_factory=list)
-    predictions: list[PredictionRecord] = field(default_factory=list)
     resizes: list[ResizeRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None
@@ -118,24 +118,6 @@ def read_runs(folder: str | Path) -> list[RunRecord]:
                                           for run in found]
 
 
-def read_predictions(folder: str | Path) -> list[tuple[str, PredictionRecord]]:
-    """(place in the folder, what was measured and predicted) of every run in a folder and up to
-    three levels below.
-
-    Raises: ValueError: no such folder, or no such record in it.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a directory; give a folder of runs")
-    found = [(str(path.parent.relative_to(folder)), record) for path in candidates(folder)
-             for record in _read(path).predictions]
-    if not found:
-        raise ValueError(f"{folder} holds no run that was compared with its prediction; train with "
-                         "the launch line of `moe-plugin recommend` or `moe-plugin plan --write`, "
-                         "which sets --moe-prediction")
-    return found
-
-
 def _place(run: RunRecord, folder: str | Path) -> Path:
     assert run.folder is not None
     return run.folder.relative_to(folder)
@@ -146,7 +128,7 @@ def _sources(folder: Path) -> list[_Source]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
     read = [_read(path) for path in trainer_state.latest(candidates(folder))]
-    sources = [source for source in read if source.any or source.settings or source.predictions]
+    sources = [source for source in read if source.any or source.settings]
     if not any(source.any for source in _without_copies(sources)):
         bad = "".join(f" {note}" for source in read for note in _notes(source) if source.bad)
         raise ValueError(
@@ -268,8 +250,6 @@ def _json_line(source: _Source, text: str) -> None:
         source.copies[copied.copier, copied.step] = copied
     elif "timeline" in row and "step" in row:
         source.timelines.append(json_lines.timeline(row))
-    elif "predicted" in row and "measured" in row and "step" in row:
-        source.predictions.append(prediction_record(row))
     elif KEY in row and "step" in row:
         source.resizes.append(resize_record(row))
     elif "training" in row and "step" in row:  # of `StatsRecorder.training`
@@ -312,7 +292,6 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
     known = {record.layer for record in full}
     run.layers = _by_layer([*(r for s in sources for r in s.brief if r.layer not in known), *full])
     run.copies = _copies(sources)
-    run.predictions = [record for s in sources for record in s.predictions]
     run.resizes = [record for s in sources for record in s.resizes]
     run.timelines = {(step, rank): spans for s in sources for step, rank, spans in s.timelines}
     for source in sources:

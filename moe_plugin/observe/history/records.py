@@ -4,14 +4,86 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.observe.history.predictions import PredictionRecord
-from moe_plugin.observe.history.resizes import ResizeRecord
+from moe_plugin.planner.units import show_size, show_time
+
+_FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_ASSIGNED = re.compile(r"[+~]{0,2}(?:[\w@-]+[./])*([A-Za-z][\w-]*)=(.*)", re.DOTALL)  # Hydra's
+
+
+def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
+    """The settings of a command by name, with - for _: `--lr 3e-3`, `--lr=3e-3`,
+    `optimization.lr=3e-3`. Empty text: no value follows.
+
+    several: names of flags that take more than one word.
+    """
+    found: dict[str, str] = {}
+    name = None
+    for word in words:
+        if flag := _FLAG.fullmatch(word):
+            name = flag[1].replace("_", "-")
+            found[name] = flag[2] or ""
+            name = name if flag[2] is None else None
+        elif name is not None:
+            found[name] = f"{found[name]} {word}".lstrip()
+            name = name if name in several else None
+        elif setting := _ASSIGNED.fullmatch(word):
+            found[setting[1].replace("_", "-")] = setting[2]
+    return found
+
+
+KEY = "expert_parallel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeRecord:
+    """One change.
+
+    Attributes:
+        step: before which.
+        host: what trained.
+        before, after: expert-parallel ranks.
+        bytes: that all ranks sent, together.
+        seconds: on the slowest rank.
+    """
+
+    step: int
+    host: str
+    before: int
+    after: int
+    bytes: float
+    seconds: float
+
+    def line(self) -> str:
+        """For the log."""
+        return (f"expert-parallel ranks {self.before} -> {self.after} before step {self.step}: "
+                f"{show_size(self.bytes)} sent by all ranks, {show_time(self.seconds)}")
+
+    def as_row(self) -> dict[str, Any]:
+        """For the JSONL file; see `resize_record`."""
+        return {"step": self.step, "time": time.time(), "host": self.host,
+                KEY: {"before": self.before, "after": self.after, "bytes": self.bytes,
+                      "seconds": self.seconds}}
+
+
+def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
+    """The record of a line. `ValueError`: it is not one of `ResizeRecord.as_row`."""
+    try:
+        given = row[KEY]
+        return ResizeRecord(
+            step=int(row["step"]), host=str(row.get("host", "")), before=int(given["before"]),
+            after=int(given["after"]), bytes=float(given["bytes"]),
+            seconds=float(given["seconds"]))
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{KEY} is not a change of expert-parallel ranks") from error
+
 
 RECENT = 20  # records from which the remaining time is estimated
 # in fairseq's log: percent of the first and of the second choices that found no slot
@@ -96,6 +168,7 @@ class LayerRecord:
     rows_sent: float | None = None
     rows_between: float | None = None
     calls: float | None = None
+    self_balanced_calls: float | None = None
     layouts: dict[str, float] = field(default_factory=dict)
     exchanges: dict[str, float] = field(default_factory=dict)
     routers: dict[str, float] = field(default_factory=dict)
@@ -171,7 +244,6 @@ class RunRecord:
         layers: records by layer's name, in the order of layers and steps.
         copies: by copier, in the order of steps, of all pipeline stages together.
         timelines: spans by (step, rank).
-        predictions: what was measured of a step, and what was predicted of it.
         resizes: changes of the expert-parallel size.
         settings: flag or field and its value, as given.
         changed: (as the user wrote it, default) of the settings that were chosen otherwise than
@@ -188,7 +260,6 @@ class RunRecord:
     layers: dict[str, list[LayerRecord]] = field(default_factory=dict)
     copies: dict[str, list[CopyRecord]] = field(default_factory=dict)
     timelines: dict[tuple[int, int], list[SpanRecord]] = field(default_factory=dict)
-    predictions: list[PredictionRecord] = field(default_factory=list)
     resizes: list[ResizeRecord] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] | None = None

@@ -11,7 +11,6 @@ from typing import Any
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.history.records import DROPS, OWN_LOOPS
-from moe_plugin.observe.report.ensembles import ensemble
 from moe_plugin.observe.report.figure_records import (
     Band,
     Bands,
@@ -22,6 +21,7 @@ from moe_plugin.observe.report.figure_records import (
     ReportSection,
     Table,
     chart,
+    ensemble,
     heat_map,
     line,
     settled,
@@ -169,12 +169,14 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
                 for name, records in zip(_names(run), run.layers.values(), strict=True)]
     at = defaultdict[int, list[float]](list)
     for records in run.layers.values():
-        for step, v in [(record.step, v) for record in records if (v := value(record)) is not None]:
-            if math.isfinite(v):
-                at[step].append(v)
-    rules = {"highest layer": max, "middle layer": statistics.median, "lowest layer": min}
-    return [line(name, [(step, rule(at[step])) for step in sorted(at)])
-            for name, rule in rules.items()]
+        for record in records:
+            if (v := value(record)) is not None and math.isfinite(v):
+                at[record.step].append(v)
+    ordered = [(step, sorted(at[step])) for step in sorted(at)]
+    return [line("highest layer", [(step, values[-1]) for step, values in ordered]),
+            line("middle layer", [(step, (values[len(values) // 2] + values[~(len(values) // 2)])
+                                   / 2) for step, values in ordered]),
+            line("lowest layer", [(step, values[0]) for step, values in ordered])]
 
 
 def _names(run: RunRecord) -> list[str]:
@@ -411,7 +413,6 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("Tokens per second, median", number(statistics.median(speeds), "count")))
     if run.seconds is not None:
         rows.append(("Duration", number(run.seconds, "s")))
-    rows += [("Against its prediction", record.line()) for record in run.predictions[-1:]]
     rows += [("Change of size", record.line()) for record in run.resizes]
     return [*rows, *_layer_summary(run)]
 

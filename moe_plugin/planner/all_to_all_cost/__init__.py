@@ -19,9 +19,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from moe_plugin.messages import short
 from moe_plugin.planner.all_to_all_cost.phases import DECLARED, Cost, CostModel
 from moe_plugin.planner.cluster import Cluster
+from moe_plugin.utils.messages import short
 
 for module in iter_modules(__path__, f"{__name__}."):
     import_module(module.name)  # it declares its model

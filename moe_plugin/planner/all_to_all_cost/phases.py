@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moe_plugin.planner.cluster import Cluster
 
@@ -91,3 +92,62 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
         return model
 
     return add
+
+
+# Every rank sends to every rank directly:
+#
+# s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
+@declared("linear", 1)
+def linear_cost(cluster: Cluster, size: float) -> Cost:
+    """Every rank to every rank directly; `size` bytes per rank."""
+    n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
+    inter, intra = w - p, p - 1
+    card = busiest(cluster, lambda here: w - here)
+    node = (p * inter, p * inter * size / w, p * intra, p * intra * size / w)
+    phase = Phase((card, card * size / w), (intra, intra * size / w),
+                  (w * (w - 1)**WAKES, w * (w - 1), (w - 1) * size), parallel_links=n > 1)
+    return cost_of(cluster, node, [phase] if w > 1 else [])
+
+
+# Through one rank of each node (HetuMoE):
+#
+# 4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
+@declared("leader", 3)
+def leader_cost(cluster: Cluster, size: float) -> Cost:
+    """Through one rank per node; `linear` on one node, or with one rank per node."""
+    n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
+    if n == 1 or p == 1:
+        return linear_cost(cluster, size)
+    out = max(here * (w - here) for here in cluster.sizes) * size / w
+    node = (n - 1, out, 2 * (p - 1), 2 * (p - 1) * size)
+    # messages in one direction: half of what `machine` counts for both
+    wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES
+    inside = Phase((0, 0), (p - 1, (p - 1) * size), (n * wakes, n * (p - 1), n * (p - 1) * size))
+    between = Phase((n - 1, out), (0, 0), (n * (n - 1)**WAKES, n * (n - 1), n * out), 4 * p * size)
+    return cost_of(cluster, node, [inside, between, inside])
+
+
+# Two-dimensional hierarchical (2DH, Tutel): inside nodes, then between them:
+#
+#     4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
+#
+# A rank that shares its node with m - 1 others has ceil(q / m) messages for a node of q.
+@declared("2dh", 2)
+def two_d_cost(cluster: Cluster, size: float) -> Cost:
+    """Two-dimensional hierarchical; `linear` on one node, or with one rank per node."""
+    n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
+    if n == 1 or p == 1:
+        return linear_cost(cluster, size)
+    node = (p * (n - 1), p * (n - 1) * size * p / w, p * (p - 1), (p - 1) * size)
+    inside = Phase((0, 0), (p - 1, (p - 1) * size / p),
+                   (w * (p - 1)**WAKES, w * (p - 1), n * node[3]), 2 * size)
+    card = (busiest(cluster, partial(_messages, cluster)),
+            busiest(cluster, lambda here: _messages(cluster, here) * size * here / w))
+    between = Phase(card, (0, 0),
+                    (w * (n - 1)**WAKES, w * (n - 1), n * node[1]), 2 * size)
+    return cost_of(cluster, node, [inside, between])
+
+
+def _messages(cluster: Cluster, here: int) -> int:
+    """Of 2DH between nodes, from one rank on a node of `here` ranks."""
+    return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1

@@ -10,9 +10,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.messages import short
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.yaml_file import read_yaml
 
 # more than any schedule is made for, so that a file cannot ask for memory without bound
 MAX_NODES = 1 << 16

@@ -15,8 +15,8 @@ from functools import partial
 from itertools import product
 from math import prod
 
-from moe_plugin.messages import short
 from moe_plugin.planner.forest.network import Network, Wire
+from moe_plugin.utils.messages import short
 
 MAX_NODES = 8192
 # GB/s in one direction

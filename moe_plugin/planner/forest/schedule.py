@@ -11,8 +11,8 @@ from functools import cached_property
 from operator import index
 from typing import Any
 
-from moe_plugin.messages import short
 from moe_plugin.planner.forest.network import Network, parse_fraction
+from moe_plugin.utils.messages import short
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 Paths = tuple[tuple[tuple[str, ...], int], ...]

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from moe_plugin.messages import short
 from moe_plugin.planner.events import Task, simulate, simulate_ready
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import COLLECTIVES, Schedule, Tree
+from moe_plugin.utils.messages import short
 
 MAX_TASKS = 4_000_000
 Route = tuple[str, ...]  # node names from a rank to another

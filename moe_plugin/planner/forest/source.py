@@ -2,15 +2,193 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
-from moe_plugin.messages import short
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.nvidia import Speeds, is_table, network_of, parse_table
-from moe_plugin.planner.forest.presets import preset
-from moe_plugin.regular_files import check_input
-from moe_plugin.yaml_file import bundled, read_yaml
+from moe_plugin.planner.forest.presets import Builder, preset
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
+from moe_plugin.utils.yaml_file import bundled, read_yaml
+
+# The network of a machine from what `nvidia-smi topo -m` prints.
+#
+# The table has classes, not speeds, so that each class has an assumed one (`Speeds`). It names two
+# kinds of paths: NVLinks by their number, and PCIe by what lies between (PIX: one switch, PXB:
+# several, PHB: a host bridge, NODE: several in a NUMA node, SYS: between sockets).
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+OLD_NAMES = {"SOC": "SYS"}
+MOST_NVLINKS = 18  # of any GPU to now: more in a row of the table are the same links, by a switch
+MAX_DEVICES = 512
+_REMEDY = "give the unchanged output of `nvidia-smi topo -m`"
+_CELL = re.compile(r"X|NV[1-9][0-9]?|PIX|PXB|PHB|NODE|SYS|SOC")
+_TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the head of its table
+_HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")  # and no row, which goes on with X
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Assumed GB/s in one direction.
+
+    Attributes:
+        nvlink: one link (25 from Volta to Hopper, 50 on Blackwell).
+        pcie: a GPU, a card or a switch upwards (what PCIe 4.0 x16 reaches).
+        sockets: between two sockets.
+        card: a network card (200 Gbit/s).
+    """
+
+    nvlink: Fraction = Fraction(25)
+    pcie: Fraction = Fraction(25)
+    sockets: Fraction = Fraction(20)
+    card: Fraction = Fraction(25)
+
+    def __str__(self) -> str:
+        return (f"assumed GB/s in one direction: {self.nvlink} per NVLink, {self.pcie} PCIe, "
+                f"{self.sockets} between sockets, {self.card} per network card")
+
+
+@dataclass(frozen=True)
+class TopologyTable:
+    """What the output says.
+
+    Attributes:
+        gpus, cards: names in order.
+        classes: by pair of names, both orders.
+    """
+
+    gpus: tuple[str, ...]
+    cards: tuple[str, ...]
+    classes: Mapping[tuple[str, str], str]
+
+    def links(self, a: str, b: str) -> int:
+        """Number of NVLinks between two GPUs, 0 for PCIe."""
+        found = self.classes[a, b]
+        return int(found[2:]) if found.startswith("NV") else 0
+
+
+def is_table(text: str) -> bool:
+    """Whether a text looks like the output of `nvidia-smi topo -m`."""
+    return any(_HEAD.match(line) for line in _TERMINAL.sub("", text).splitlines())
+
+
+def parse_table(text: str, where: str) -> TopologyTable:
+    """Read the table; what follows it (affinities, legend) is not looked at.
+
+    where: what errors call the text.
+    Raises: ValueError: rows or cells are missing, unknown, or differ between two directions.
+    """
+    lines = _TERMINAL.sub("", text).splitlines()
+    first = next((i for i, line in enumerate(lines) if _HEAD.match(line)), None)
+    if first is None:
+        raise ValueError(f"{where} has no line of GPU0, GPU1, ...; {_REMEDY}")
+    # the columns after the devices have names of several words: "CPU Affinity", ...
+    names = re.split(r"\s+(?:CPU|NUMA|GPU) ", lines[first])[0].split()
+    if len(names) > MAX_DEVICES or len(set(names)) != len(names):
+        raise ValueError(f"{where}: its first line has a device twice or more than {MAX_DEVICES}; "
+                         f"{_REMEDY}")
+    classes = {}
+    for line in lines[first + 1 : first + 1 + len(names)]:
+        words = line.split()
+        row, cells = words[0] if words else "", words[1 : 1 + len(names)]
+        if row not in names or len(cells) != len(names):
+            raise ValueError(f"{where}: {short(line)} is not the row of a device with "
+                             f"{len(names)} cells; {_REMEDY}")
+        for column, cell in zip(names, cells, strict=True):
+            if not _CELL.fullmatch(cell) or (cell == "X") != (row == column):
+                raise ValueError(f"{where}: {row} to {column} is {short(cell)}, which is no class "
+                                 f"of connection; {_REMEDY}")
+            classes[row, column] = OLD_NAMES.get(cell, cell)
+    for a, b in ((a, b) for a in names for b in names):
+        if classes.get((a, b)) != classes.get((b, a)) or (a, b) not in classes:
+            raise ValueError(f"{where}: {a} to {b} is {classes.get((a, b), 'missing')}, back "
+                             f"{classes.get((b, a), 'missing')}; {_REMEDY}")
+    gpus = tuple(name for name in names if name.startswith("GPU"))
+    return TopologyTable(gpus, tuple(name for name in names if name not in gpus), classes)
+
+
+def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
+               name: str = "machine") -> Network:
+    """The network of `nodes` such machines, joined through their network cards.
+
+    NVLinks are direct where a GPU's numbers add up to no more than it has, otherwise they lead to
+    a switch. PCIe carries data between GPUs only where NVLinks do not connect them all. A card
+    serves the GPUs nearest to it; all cards meet in a network without a bottleneck of its own.
+
+    Raises: ValueError: several machines without network cards.
+    """
+    if nodes > 1 and not table.cards:
+        raise ValueError(f"{name} lists no network cards, so that {nodes} nodes cannot be joined; "
+                         "plan one node, or write a network file (configs/networks/)")
+    b = Builder()
+    fabric = b.switch("network") if nodes > 1 else ""
+    for node in range(nodes):
+        prefix = f"n{node}." if nodes > 1 else ""
+        for gpu in table.gpus:
+            b.rank(prefix + gpu)
+        islands = _groups(table.gpus, lambda x, y: table.links(x, y) > 0)
+        for index, island in enumerate(islands):
+            _add_nvlinks(b, table, island, prefix, index, speeds)
+        if len(islands) > 1:
+            _add_pcie(b, table, prefix, speeds)
+        for card in table.cards if fabric else ():
+            box = b.switch(prefix + card)
+            b.link(box, fabric, speeds.card)
+            for gpu in _nearest(table, card):
+                b.link(prefix + gpu, box, speeds.card)
+    return b.network(name)
+
+
+def _add_nvlinks(b: Builder, table: TopologyTable, island: Sequence[str], prefix: str, index: int,
+                 speeds: Speeds) -> None:
+    links = {(x, y): table.links(x, y) for x in island for y in island if x != y}
+    most = {x: sum(links[x, y] for y in island if y != x) for x in island}
+    if max(most.values()) <= MOST_NVLINKS:
+        for x, y in ((x, y) for x, y in links if x < y and links[x, y]):
+            b.link(prefix + x, prefix + y, links[x, y] * speeds.nvlink)
+        return
+    switch = b.switch(f"{prefix}nvswitch{index}")
+    for x in island:
+        b.link(prefix + x, switch, max(links[x, y] for y in island if y != x) * speeds.nvlink)
+
+
+def _add_pcie(b: Builder, table: TopologyTable, prefix: str, speeds: Speeds) -> None:
+    """A tree of switches, from the nearest class of connection to the farthest."""
+    top = {gpu: prefix + gpu for gpu in table.gpus}  # the highest node above each GPU so far
+    for level, name in enumerate(LEVELS):
+        near = LEVELS[: level + 1]
+        for index, group in enumerate(
+                _groups(table.gpus, lambda x, y: top[x] == top[y] or table.classes[x, y] in near)):
+            below = list(dict.fromkeys(top[gpu] for gpu in group))
+            if len(below) == 1:
+                continue
+            switch = b.switch(f"{prefix}{name.lower()}{index}")
+            for child in below:
+                b.link(child, switch, speeds.sockets if name == "SYS" else speeds.pcie)
+            top.update(dict.fromkeys(group, switch))
+
+
+def _nearest(table: TopologyTable, card: str) -> list[str]:
+    distance = {gpu: LEVELS.index(table.classes[card, gpu]) for gpu in table.gpus
+                if table.classes[card, gpu] in LEVELS}
+    return [gpu for gpu, far in distance.items() if far == min(distance.values())]
+
+
+def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
+    """Connected components in order. joined: called with two names."""
+    left, found = list(names), []
+    while left:
+        group = [left.pop(0)]
+        for member in group:
+            near = [other for other in left if joined(member, other)]
+            group += near
+            left = [other for other in left if other not in near]
+        found.append(sorted(group, key=names.index))
+    return found
+
 
 KINDS = ("a network file (configs/networks/), a cluster file (`moe-plugin calibrate`), the output "
          "of `nvidia-smi topo -m`, or a preset such as dgx-a100:2")

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from moe_plugin.messages import short
-from moe_plugin.planner.offload.profile import ModelProfile
-from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep
+from moe_plugin.planner.offload.schedule import ModelProfile, OffloadSchedule, OffloadStep
+from moe_plugin.utils.messages import short
 
 KEEP, RECOMPUTE, SWAP = DECISIONS = ("keep", "recompute", "swap")
 Decisions = tuple[str, ...]  # by block

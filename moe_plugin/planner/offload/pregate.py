@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from moe_plugin.messages import short
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
 from moe_plugin.planner.units import show_size, show_time
+from moe_plugin.utils.messages import short
 
 # with the settings of a run; there are none for prefetch_all
 DESIGNS = {"resident": "experts.store: device", "on_demand": "experts.store: host",

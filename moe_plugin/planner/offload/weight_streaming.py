@@ -23,9 +23,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from moe_plugin.messages import short
-from moe_plugin.planner.offload.profile import ModelProfile
-from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Outcome
+from moe_plugin.planner.offload.schedule import ModelProfile, OffloadSchedule, OffloadStep, Outcome
+from moe_plugin.utils.messages import short
 
 MOST_LAYERS = 128  # the search grows with the fourth power
 MOST_BATCHES = 4096

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.planner.events import Timeline
-from moe_plugin.planner.files import load_record
 from moe_plugin.planner.pipeline.schedules import Pipeline, idle
 from moe_plugin.planner.pipeline.slices import (
     BatchCut,
@@ -17,6 +16,7 @@ from moe_plugin.planner.pipeline.slices import (
     fit_batches,
     slice_seconds,
 )
+from moe_plugin.planner.units import load_record
 
 SCHEDULES = ("1f1b", "eager-1f1b", "terapipe")
 MOST_TOKENS, MOST_PIECES, MOST_BATCH = 1 << 24, 512, 64

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm, LocalComm
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import check
-from moe_plugin.dtensors import fill_
-from moe_plugin.kernels.derivatives import transformed
+from moe_plugin.kernels.activations import transformed
 from moe_plugin.kernels.in_blocks import ScoreInPieces, product_in_blocks
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
-from moe_plugin.machine import capturing
-from moe_plugin.records import CountedChoices, HostContext, Routing, TokenInfo
-from moe_plugin.routing.call import RoutingCall
+from moe_plugin.records import CountedChoices, Routing, TokenInfo
+from moe_plugin.routing.call import RoutingCall, check_integers, check_range
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
-from moe_plugin.routing.forced import balanced
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
 from moe_plugin.routing.replay import counts, inside_backward, runs_once
-from moe_plugin.routing.token_ids import check_integers, check_range
+from moe_plugin.routing.rollouts import balanced
+from moe_plugin.utils.dtensors import fill_
+from moe_plugin.utils.machine import capturing
 
 # settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
 # weigh by a score function, and may drop a second expert
@@ -63,7 +63,7 @@ class Router(BuffersKeepDtype, RouterModule):
         logit_bias_E: its learned bias (`router.bias`); None: it has none.
         adapted: an adapter trains it, see `note_adapter`.
         forced: gives the experts of each token, int64 [T, K], in place of `select`; or None, and
-            `select` does. None: nothing does (see `moe_plugin.routing.forced`).
+            `select` does. None: nothing does (see `moe_plugin.routing.rollouts`).
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from moe_plugin.config import MoEConfig, with_overrides
 from moe_plugin.config.router import HashConfig
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
-from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.call import RoutingCall, check_integers, check_range
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
-from moe_plugin.routing.token_ids import check_integers, check_range
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
 
 
 @routers.register("hash")

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.gradients.norm import clip_grad_norm_
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.layer import MoELayer
+from moe_plugin.training.gradients.sync import clip_grad_norm_
 from scripts.audit.contract import Batch, HeldPart, Parts
 from scripts.audit.reference import TINY
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 from scripts.bench.problem import Data, Problem
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.experts.marks import mark_expert
+from moe_plugin.experts.base import mark_expert
 
 
 class BranchMoE(nn.Module):

@@ -28,8 +28,6 @@ STUDIES = {study.name: study for study in (
           module="layers.Scaling"),
     Study("gpu", "layers and operations on one GPU, on one page",
           module="layers.OneGPU"),
-    Study("resources", "every launch of the layer compiled for seven GPUs, without one: registers, "
-          "occupancy, instructions, broken rules", ("triton",)),
     Study("gpu-predicted", "the benchmark's layers on a GPU: launches, bytes, occupancy, bound of "
           "the dense rate (computed)", ("triton",)),
     Study("activations", "steps that keep, recompute, swap, or choose by block: time and memory"),
@@ -56,8 +54,6 @@ STUDIES = {study.name: study for study in (
     Study("plan", "the planner's layout against the measured best", ("nodes",)),
     Study("plan-error", "predicted steps against those that both hosts then take",
           ("nodes", "fairseq", "megatron")),
-    Study("predicted", "layouts that `parallel: predicted` takes, against whole steps (computed)",
-          stem="data/predicted"),
     Study("spill", "overloaded experts: rows on other ranks against the plain layer", ("nodes",)),
     Study("routing", "routing traces replayed: each policy for overloaded experts over forced "
           "balance", ("nodes", *_HOSTS)),

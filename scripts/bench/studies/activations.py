@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin import MoELayer
 from moe_plugin.cli.figures import columns
-from moe_plugin.cli.measure.child import call
 from moe_plugin.config import from_dict
-from moe_plugin.machine import cpu_name
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.trials import Steady
 from moe_plugin.planner.units import show_size, show_time
+from moe_plugin.utils.machine import cpu_name
+from scripts.bench.child import call
 from scripts.bench.memory_limit import status_bytes
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock

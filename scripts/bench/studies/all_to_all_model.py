@@ -26,7 +26,7 @@ from moe_plugin.cli.planning.exchanges import plot_model, predicted_parts
 from moe_plugin.planner import Cluster, dump_cluster, load_cluster, predict, predict_table
 from moe_plugin.planner.fit import Fit, fit
 from moe_plugin.planner.units import show_size, show_time
-from moe_plugin.regular_files import write_regular
+from moe_plugin.utils.regular_files import write_regular
 from scripts.bench.all_to_all import as_dicts, measure_emulated
 from scripts.bench.all_to_all_report import parts, plot
 from scripts.bench.study import ROOT, Option

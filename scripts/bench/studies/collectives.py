@@ -20,15 +20,15 @@ from typing import Any
 import yaml
 
 from moe_plugin.cli.figures import columns
-from moe_plugin.cli.measure.child import call
-from moe_plugin.cli.measure.host_sides import TrainShape
-from moe_plugin.cli.measure.host_steps import write_text
 from moe_plugin.comm.forest import plan_few
-from moe_plugin.messages import tracked
 from moe_plugin.planner.units import show_size
+from moe_plugin.utils.messages import tracked
+from scripts.bench.child import call
 from scripts.bench.collectives import WIRE, ring_bound_s
 from scripts.bench.collectives import measure as measure_network
 from scripts.bench.study import Option
+from scripts.bench.train.host_sides import TrainShape
+from scripts.bench.train.host_steps import write_text
 from scripts.bench.train.run import TrainPlan, sides_on_emulated
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import SHAPES

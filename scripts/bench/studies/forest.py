@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.figures import columns, pyplot, save_figure
-from moe_plugin.cli.measure.child import call
+from scripts.bench.child import call
 from scripts.bench.memory_limit import status_bytes
 from scripts.bench.study import Option
 

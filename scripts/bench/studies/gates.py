@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from moe_plugin.cli.figures import columns
-from moe_plugin.regular_files import make_folder, write_regular
+from moe_plugin.utils.regular_files import make_folder, write_regular
 from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
 from scripts.bench.study import Option
 

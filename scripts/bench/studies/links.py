@@ -21,14 +21,14 @@ import torch
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.cli.figures import columns
-from moe_plugin.cli.measure import host_steps
-from moe_plugin.cli.measure.host_sides import Settings
 from moe_plugin.config import from_dict, to_dict, with_overrides
 from moe_plugin.planner.forest.network import Network, shortest_paths
 from moe_plugin.planner.link_shares import optimal_shares
 from scripts.bench.layouts import slowest, timed_step
 from scripts.bench.study import Option
+from scripts.bench.train import host_steps
 from scripts.bench.train import run as runs
+from scripts.bench.train.host_sides import Settings
 from scripts.bench.train.shapes import parse_shapes
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import SHAPES

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.cli.figures import columns
-from moe_plugin.cli.measure import host_steps
-from moe_plugin.cli.measure.host_sides import Settings, Side, TrainShape
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.ranks import on_processes
+from scripts.bench.train import host_steps
 from scripts.bench.train import run as runs
+from scripts.bench.train.host_sides import Settings, Side, TrainShape
 from scripts.bench.train.results import HOSTS
 from scripts.bench.train.shapes import SHAPES, for_host, parse_shapes
 from scripts.bench.train.sides import our_settings

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from moe_plugin import MoELayer
 from moe_plugin.cli.figures import columns
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.memory.experts.stored import StoredExperts
-from moe_plugin.pregate import link
-from moe_plugin.records import HostContext
+from moe_plugin.routing.pregate import link
 from scripts.bench.memory_limit import AnonymousPeak, call_limited
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock

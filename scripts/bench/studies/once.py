@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.cli.figures import columns
-from moe_plugin.cli.measure import host_steps
-from moe_plugin.cli.measure.host_sides import Settings, TrainShape
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import SENDS, LayoutChoice
 from moe_plugin.planner.cluster import Cluster
@@ -31,7 +29,9 @@ from moe_plugin.planner.once import Limits, TokenBytes, bytes_of_token, rows_of_
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.layouts import slowest, timed_step
 from scripts.bench.study import Option
+from scripts.bench.train import host_steps
 from scripts.bench.train import run as runs
+from scripts.bench.train.host_sides import Settings, TrainShape
 from scripts.bench.train.shapes import parse_shapes
 from scripts.emulate import EmulatedCluster
 

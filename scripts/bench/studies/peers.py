@@ -22,7 +22,7 @@ import torch.distributed as dist
 from moe_plugin.cli.figures import columns, log_ticks, pyplot, save_figure
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.resilience.averaging_peers import StreamedPeer
+from moe_plugin.training.resilience.averaging_peers import StreamedPeer
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 from scripts.emulate import EmulatedCluster

@@ -23,7 +23,7 @@ from moe_plugin.cli.measure.device import measure_device
 from moe_plugin.config import from_dict
 from moe_plugin.planner import Cluster, load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from moe_plugin.planner.device import Device
+from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from scripts.bench.layouts import one_step, slowest
 from scripts.bench.study import ROOT, Option

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.figures import columns, pyplot, save_figure
-from moe_plugin.regular_files import make_folder
+from moe_plugin.utils.regular_files import make_folder
 from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
 from scripts.bench.study import Option
 

@@ -28,8 +28,8 @@ from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.peer_choice import BACKWARD
-from moe_plugin.resilience.swarm import StagePeer, Swarm, make_stage
-from moe_plugin.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.training.resilience.swarm import StagePeer, Swarm, make_stage
+from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
 from scripts.bench.study import Option
 from scripts.bench.swarm_rebalance import Experiment, simulate
 from scripts.emulate import EmulatedCluster

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.links import add_links, links_of, refuse_links
-from moe_plugin.cli.measure import host_steps
-from moe_plugin.cli.measure.host_sides import Settings
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
-from scripts.bench.train import curves
+from scripts.bench.train import curves, host_steps
 from scripts.bench.train import run as runs
+from scripts.bench.train.host_sides import Settings
 from scripts.bench.train.results import (  # noqa: F401
     MADE_BY,
     main_parts,

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.cli.figures import columns
-from moe_plugin.machine import wait_for_device
 from moe_plugin.planner.units import parse_grid
+from moe_plugin.utils.machine import wait_for_device
 from scripts.bench.layouts import slowest
 from scripts.bench.measure import versions
 from scripts.bench.ranks import on_processes

@@ -22,7 +22,7 @@ import torch
 from moe_plugin.cli.figures import columns
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.regular_files import write_regular
+from moe_plugin.utils.regular_files import write_regular
 from scripts.bench.memory_limit import AnonymousPeak, call_limited
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through

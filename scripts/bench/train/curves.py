@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from moe_plugin.cli.figures import pyplot, save_figure
-from moe_plugin.cli.measure import host_sides as sides
 from scripts.bench.plots import OTHERS, OURS
+from scripts.bench.train import host_sides as sides
 from scripts.bench.train.results import HOSTS, TrainReport, by_place, reports
 from scripts.bench.train.steps import SideTimes
 

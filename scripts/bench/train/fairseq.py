@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_plugin.cli.measure.host_fairseq import Models, start
-from moe_plugin.cli.measure.host_sides import Settings, Side, TrainShape
 from moe_plugin.config import RunConfig
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import copy
 from scripts.bench.peers.fairseq_branch import BranchMoE
+from scripts.bench.train.host_fairseq import Models, start
+from scripts.bench.train.host_sides import Settings, Side, TrainShape
 
 NATIVE = "fairseq's moe branch"
 

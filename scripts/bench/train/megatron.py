@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.cli.measure.host_megatron import (
+from scripts.bench.peers.base import copy
+from scripts.bench.train.host_megatron import (
     Batches,
     Made,
     config_of,
@@ -21,8 +22,7 @@ from moe_plugin.cli.measure.host_megatron import (
     side_of,
     start,
 )
-from moe_plugin.cli.measure.host_sides import Settings, Side, TrainShape
-from scripts.bench.peers.base import copy
+from scripts.bench.train.host_sides import Settings, Side, TrainShape
 
 DISPATCHERS = ("alltoall", "allgather")
 

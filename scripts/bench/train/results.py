@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_plugin.cli.figures import columns
-from moe_plugin.cli.measure.host_sides import OURS, TrainShape
 from moe_plugin.planner.units import show_time
 from scripts.bench.measure import said
 from scripts.bench.report import document
+from scripts.bench.train.host_sides import OURS, TrainShape
 from scripts.bench.train.shapes import SHAPES
 from scripts.bench.train.sides import PIECES
 from scripts.bench.train.steps import SideTimes

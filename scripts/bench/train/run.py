@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.cli.measure.host_sides import Settings, Side, TrainShape
-from moe_plugin.cli.measure.host_steps import read_text
 from moe_plugin.comm import TorchComm
-from moe_plugin.messages import tracked
 from moe_plugin.planner.units import show_time
+from moe_plugin.utils.messages import tracked
 from scripts.bench.measure import versions
 from scripts.bench.ranks import on_processes
+from scripts.bench.train.host_sides import Settings, Side, TrainShape
+from scripts.bench.train.host_steps import read_text
 from scripts.bench.train.results import TrainReport
 from scripts.bench.train.steps import SideTimes, measure
 from scripts.emulate import EmulatedCluster

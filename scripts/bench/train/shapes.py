@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_plugin.cli.measure.host_sides import TrainShape
+from scripts.bench.train.host_sides import TrainShape
 
 # three of a study of native layers, and small forms of layers that people train
 SHAPES = {

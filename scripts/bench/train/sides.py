@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_plugin.cli.measure.host_sides import AUTO, FIXED, OURS, Settings
+from scripts.bench.train.host_sides import AUTO, FIXED, OURS, Settings
 
 PIECES = "moe-plugin, pieces by load"
 ONE_NODE = ("linear", "native", "r=0", "all_gather")

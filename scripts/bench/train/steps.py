@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.cli.measure.host_sides import Side
 from moe_plugin.comm.base import Comm
+from scripts.bench.train.host_sides import Side
 
 WARM_UP = 4
 LONGEST_WARM_UP = 60  # steps in which tuners may settle

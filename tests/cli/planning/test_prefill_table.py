@@ -11,8 +11,8 @@ import yaml
 from moe_plugin.cli.main import main
 from moe_plugin.cli.planning.prefill import prefill_table
 from moe_plugin.planner.cluster import Cluster, load_cluster
-from moe_plugin.planner.collectives import GroupShape, all_to_all_s
 from moe_plugin.planner.model import ModelShape
+from moe_plugin.planner.once import GroupShape, all_to_all_s
 from moe_plugin.planner.prefill import Kernel
 
 pytestmark = pytest.mark.fast

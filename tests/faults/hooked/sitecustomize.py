@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-NAME = "moe_plugin.resilience.elastic"
+NAME = "moe_plugin.training.resilience.elastic"
 
 
 class _Finder:

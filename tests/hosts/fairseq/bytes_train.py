@@ -13,9 +13,9 @@ from fairseq_cli.train import cli_main
 from torch.distributed.tensor import DTensor
 
 from moe_plugin.comm import TorchComm
-from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients.replicas import ReplicaReducer
+from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.fairseq.trainer import MoETrainer
+from moe_plugin.training.gradients.replicas import ReplicaReducer
 
 
 def size(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.observe.history import read_run
-from moe_plugin.planner.offload.profile import load_profile
+from moe_plugin.planner.offload.schedule import load_profile
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 
 # a second expert is drawn, as by default

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_plugin.experts.marks import mark_expert
+from moe_plugin.experts.base import mark_expert
 from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import (
     LANGUAGE_MODEL,

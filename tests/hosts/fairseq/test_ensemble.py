@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from fairseq import metrics
 
-from moe_plugin.ensembles.cmcl import uniform_divergence
-from moe_plugin.hosts.fairseq.ensemble import ConfidentOracleCriterion, MoEEnsembleLanguageModel
+from moe_plugin.hosts.fairseq.criterion import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig, MoEEnsembleConfig
 from moe_plugin.observe.history.fairseq_log import parse_step
+from moe_plugin.training.ensembles.cmcl import uniform_divergence
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, Corpus, run
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens
 

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moe_plugin.experts.marks import expert_parameters
-from moe_plugin.gradients.replicas import mark_replicas
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.adam import FusedAdam, encoded
 from moe_plugin.hosts.fairseq.trainer import norm_squared
+from moe_plugin.training.gradients.replicas import mark_replicas
 from tests.hosts.fairseq import small
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
 

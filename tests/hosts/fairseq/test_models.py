@@ -14,10 +14,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 from torch import nn
 
-from moe_plugin.experts.marks import expert_parameters
+from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
-from moe_plugin.pregate import has_own_gate
+from moe_plugin.routing.pregate import has_own_gate
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens, translation_model
 
 pytestmark = pytest.mark.fast
@@ -223,7 +223,7 @@ def test_pre_gates_join_a_stack_and_start_from_an_ordinary_checkpoint(
         again: bool, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"decoder_layers": 3, "moe_freq": 1, **DROPLESS}
     ordinary = language_model(**settings)
-    caplog.set_level("INFO", "moe_plugin.pregate")
+    caplog.set_level("INFO", "moe_plugin.routing.pregate")
     one = language_model(moe_pre_gate=1, **settings)
     assert "MoE layers 2 to 3 of 3" in caplog.text and "starts as the gate" in caplog.text
     two = language_model(moe_pre_gate=1, checkpoint_activations=again, **settings)

@@ -20,11 +20,8 @@ from moe_plugin.hosts.fairseq.layers import run_settings
 from moe_plugin.hosts.fairseq.run import batches_of, config_of, seams_of, total_updates
 from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.history.reader import read_predictions
-from moe_plugin.observe.prediction import MEASURED, STEPS
-from moe_plugin.planner.prediction import PARTS, Prediction, dump_prediction
-from moe_plugin.run import StepFacts
-from moe_plugin.run_features import make_run
+from moe_plugin.training.run_features import make_run
+from moe_plugin.utils.run_feature import StepFacts
 from tests.hosts import ill
 from tests.hosts.fairseq.commands import run_command
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run
@@ -72,20 +69,6 @@ def test_training_on_two_ranks_writes_the_sum_over_ranks(corpus: Corpus, tmp_pat
     assert all(
         sum(r["load"]) == 2 * r["tokens"] and r["dropped"] == 0 and r["bytes_sent"] > 0
         for r in records)
-
-
-@pytest.mark.distributed
-def test_a_run_is_compared_with_its_prediction(corpus: Corpus, tmp_path: Path) -> None:
-    path = tmp_path / "prediction.json"
-    path.write_text(dump_prediction(Prediction(parts={"products": [1.0, 2.0, 3.0]})))
-    flags = f"--moe-prediction {path} --max-update {STEPS} --no-save --disable-validation"
-    log = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags}",
-              ranks=2).ok().log
-    [(_, found)] = read_predictions(tmp_path)
-    assert (found.host, found.step, found.steps) == ("fairseq", STEPS, MEASURED)
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert all(found.parts[part] > 0 for part in PARTS) and found.memory_bytes > 0
-    assert log.count("(median of 10); predicted 2 s") == 1  # rank 0 alone
 
 
 @pytest.mark.parametrize("arch", ["moe_lm_small", "transformer_lm"])

@@ -118,7 +118,10 @@ def test_tied_embeddings_stay_on_the_device_and_its_files_are_evaluated(corpus: 
 
 
 @pytest.mark.parametrize(("flags", "named"), [
-    ("--distributed-world-size 2", "2 processes"), ("--bf16", "--fp16, --bf16 and --amp"),
+    ("--distributed-world-size 2", "2 processes"), ("--amp", "--amp"),
+    ("--memory-efficient-fp16", "--optimizer sgd with --memory-efficient-fp16"),
+    ("--memory-efficient-bf16 --optimizer adam --moe-average-every 5 --moe-lighthouse http://a:1",
+     "--moe-average-every with --memory-efficient-fp16"),
     ("--optimizer adagrad", "--optimizer adagrad"), ("--store-ema", "--store-ema"),
     ("--optimizer adam --fp16-adam-stats", "--fp16-adam-stats"),
     ("--write-checkpoints-asynchronously", "--write-checkpoints-asynchronously"),

@@ -12,8 +12,8 @@ from torch import nn
 
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.planner.vote_assignments import cyclic
-from moe_plugin.resilience.vote import Ballots
-from moe_plugin.run import Run
+from moe_plugin.training.resilience.vote import Ballots
+from moe_plugin.training.run import Run
 
 pytest.importorskip("fairseq")
 

@@ -13,7 +13,7 @@ from fairseq_cli.train import cli_main
 
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.trainer import MoETrainer
-from moe_plugin.routing.steps import RouterSteps
+from moe_plugin.routing.contract import RouterSteps
 
 
 def tell() -> None:

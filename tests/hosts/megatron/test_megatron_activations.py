@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.observe.history import read_run
-from moe_plugin.planner.offload.profile import load_profile
+from moe_plugin.planner.offload.schedule import load_profile
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, ran, refusal
@@ -70,7 +70,7 @@ def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path
 
 def _with_graphs(made_by: str) -> str:
     from moe_plugin.config import OffloadConfig
-    from moe_plugin.hosts.megatron.activations import activations_of
+    from moe_plugin.hosts.megatron.script_features import activations_of
 
     case = Case()
     initialise_parallel(case)

@@ -22,7 +22,6 @@ pytest.importorskip("megatron.core",
 
 from safetensors.torch import load_file
 
-from moe_plugin.checkpoint.expert_file import write_experts
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     convert,
@@ -30,10 +29,10 @@ from moe_plugin.checkpoint.formats.base import (
     formats,
     open_source,
 )
-from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
-from moe_plugin.checkpoint.formats.megatron import names
+from moe_plugin.checkpoint.formats.megatron import common
 from moe_plugin.checkpoint.formats.megatron import writer as megatron_writer
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
+from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL as MODEL_FIELD
 from moe_plugin.checkpoint.source import (
     MODEL_ONLY,
@@ -46,9 +45,9 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.cli.main import main
+from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
-from moe_plugin.records import HostContext
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, PP2, TP2, losses_of, refusal, trained
 
@@ -254,8 +253,8 @@ def test_windows_are_what_megatron_wrote(runs: Any) -> None:
                 start, stop = sorted(torch.randint(0, size + 1, (2,), generator=generator).tolist())
                 window.append(slice(start, stop))
             assert torch.equal(one.read(tuple(window)), whole[tuple(window)])
-            stacked = names.is_stacked(names.split_field(name)[1])
-            for wanted, each in zip(whole if stacked else [whole], names.by_layer({name: one}),
+            stacked = common.is_stacked(common.split_field(name)[1])
+            for wanted, each in zip(whole if stacked else [whole], common.by_layer({name: one}),
                                     strict=True):
                 assert torch.equal(source.read(each.key), wanted)
                 last = (*(slice(None),) * (wanted.dim() - 1), slice(1, None))

@@ -61,9 +61,8 @@ def _evaluated(argv: list[str]) -> tuple[Any, ...]:
 
 
 def _write_experts(folder: str, path: str) -> None:
-    from moe_plugin.checkpoint.expert_file import write_experts
     from moe_plugin.checkpoint.formats.base import open_source
-    from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
+    from moe_plugin.checkpoint.layers import write_experts
 
     with open_source(Path(folder)) as source:
         write_experts(source, Path(path))

@@ -137,7 +137,7 @@ def test_an_argument_of_a_newer_megatron_is_refused() -> None:
 def test_a_version_newer_than_tested_is_said(monkeypatch: pytest.MonkeyPatch,
                                              caplog: pytest.LogCaptureFixture) -> None:
     from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.messages import warn_once
+    from moe_plugin.utils.messages import warn_once
 
     warn_once.cache_clear()
     monkeypatch.setattr(core, "NUMBER", (0, 99))

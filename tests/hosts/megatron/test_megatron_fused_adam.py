@@ -24,7 +24,7 @@ FUSED = "--moe-fused-adam"
 
 def _train(argv: list[str]) -> tuple[list[dict[str, Any]], list[bool], list[torch.Tensor]]:
     """Records of a run, whether each Adam is fused at its end, and the expert weights."""
-    from moe_plugin.experts.marks import expert_parameters
+    from moe_plugin.experts.base import expert_parameters
     from moe_plugin.hosts.megatron.compat.optimizer import parts
 
     run = ran(argv)
@@ -128,7 +128,7 @@ def test_sgd_is_not_fused() -> None:
 @pytest.mark.parametrize(("kind", "name"), [("LayerNorm", "FusedLayerNorm"),
                                             ("RMSNorm", "FusedRMSNorm")])
 def test_norms_of_apex(kind: str, name: str, request: pytest.FixtureRequest) -> None:
-    from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
+    from moe_plugin.hosts.megatron.compat.sequence_parts import LocalNorm
 
     def norm(**settings: Any) -> torch.nn.Module:
         config = SimpleNamespace(normalization=kind, sequence_parallel=True, **settings)

@@ -170,7 +170,7 @@ def test_the_wrapper_does_not_wait_for_idle_routers() -> None:
 def _numbers() -> list[list[Any]]:
     from types import SimpleNamespace
 
-    from moe_plugin.hosts.megatron.layer_numbers import in_model, moe_layers_before, trace_key
+    from moe_plugin.hosts.megatron.losses import in_model, moe_layers_before, trace_key
 
     every, pattern = SimpleNamespace(num_layers=6, moe_layer_freq=2), SimpleNamespace(
         num_layers=4, moe_layer_freq=[0, 1, 1, 0])

@@ -17,10 +17,9 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-from moe_plugin.cli.main import main
 from tests.hosts.megatron.layers import Case, draw, initialise_parallel, load, whole_gradients
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, Run, launched, losses_of, when_built
+from tests.hosts.megatron.training import MODEL, PP2, Run, launched, when_built
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.skipif(
     importlib.util.find_spec("megatron.core.models.hybrid") is None,
@@ -201,30 +200,3 @@ def _reported_mean(pattern: str) -> float:
 
 def test_the_log_is_a_mean_over_all_layers_of_experts() -> None:
     assert on_ranks(1, _reported_mean, "*E*E/EE/EE") == [1.0]
-
-
-@pytest.mark.parametrize("layers", [[], ["--disable-bias-linear", "--moe-layer-freq", "[0,1]",
-                                         "--use-distributed-optimizer", "--bf16"]],
-                         ids=["fp32", "bf16"])
-def test_a_run_goes_on_in_the_other_kind_of_model(data: str, tmp_path: Path,
-                                                  layers: list[str]) -> None:
-    """With the losses of a run that did not change."""
-    pattern = "*-*E" if layers else "*E*E"
-    sizes = [word for word in MODEL[2:] if word != "--disable-bias-linear"]
-    argv = [*EP2, *layers, "--data-path", data, "--train-iters", "4", "--save-interval", "1"]
-
-    def train(kind: list[str], *more: str) -> None:
-        launched([*kind, *argv, *more], 2, tmp_path, model=sizes)
-
-    gpt, hybrid = ["--num-layers", "2"], ["--hybrid-layer-pattern", pattern]
-    train(gpt, "--save", "whole", "--log-file", "whole.jsonl")
-    (tmp_path / "whole/latest_checkpointed_iteration.txt").write_text("2")
-    for before, after, kind, end, into in (("whole", "other", hybrid, "3", pattern),
-                                           ("other", "again", gpt, "4", "gpt")):
-        assert main(["reshard", str(tmp_path / before), str(tmp_path / after),
-                     "--hybrid-layer-pattern", into]) == 0
-        train(kind, "--load", after, "--save", after, "--exit-interval", end, "--log-file",
-              f"{after}.jsonl")
-    whole = losses_of(str(tmp_path / "whole.jsonl"))
-    found = {**losses_of(str(tmp_path / "other.jsonl")), **losses_of(str(tmp_path / "again.jsonl"))}
-    assert found == {step: pytest.approx(whole[step], abs=1e-6) for step in (3, 4)}

@@ -361,9 +361,10 @@ def test_our_own_settings_reach_the_layer() -> None:
     assert name == "padded" and capacity == 2 * int(0.5 * 6) and logged["logged gshard_loss"] >= 0.9
 
 
-def _shared(case: Case, overlap: bool) -> tuple[float, list[str]]:
+def _shared(case: Case, overlap: bool, gate: bool = False) -> tuple[float, list[str]]:
     """(largest difference from Megatron's layer, order of events in ours)"""
-    case = replace(case, native={**case.native, "moe_shared_expert_intermediate_size": 8})
+    case = replace(case, native={**case.native, "moe_shared_expert_intermediate_size": 8,
+                                 **({"moe_shared_expert_gate": True} if gate else {})})
     overlapped = replace(case, native={**case.native, "moe_shared_expert_overlap": overlap})
     initialise_parallel(case)
     settings = {"parallel.mode": "fixed"}  # with exchanges that work can overlap
@@ -373,14 +374,16 @@ def _shared(case: Case, overlap: bool) -> tuple[float, list[str]]:
     with logged(log, shared=layers[1].shared_experts):
         ours = run(layers[1], overlapped)
     grads = [[p.grad for p in layer.shared_experts.parameters()] for layer in layers]
+    assert len(grads[0]) == 2 + gate and all(float(g.abs().max()) > 0 for g in grads[0])
     pairs = [(native[n], ours[n]) for n in ("output", "input gradient", "router gradient",
                                             "w_in gradient")]
     return max(float((a - b).abs().max())
                for a, b in [*pairs, *zip(*grads, strict=True)]), log
 
 
-def test_megatrons_shared_expert_is_used() -> None:
-    [(difference, _)] = on_ranks(1, _shared, Case(), False)
+@pytest.mark.parametrize("gate", [False, True])
+def test_megatrons_shared_expert_is_used(gate: bool) -> None:
+    [(difference, _)] = on_ranks(1, _shared, Case(), False, gate)
     assert difference < 1e-5
 
 
@@ -388,6 +391,7 @@ def test_megatrons_shared_expert_is_used() -> None:
 @pytest.mark.parametrize("case", [Case(ep=2), Case(tp=2, etp=2, sequence_parallel=True)],
                          ids=["EP2", "TP2 ETP2"])
 def test_shared_expert_runs_while_rows_travel(case: Case) -> None:
+    """Megatron refuses the overlap with a gate."""
     for difference, log in on_ranks(2, _shared, case, True):
         assert difference < 1e-5
         assert log == ["started", "shared", "waited"] * 2  # forward, backward

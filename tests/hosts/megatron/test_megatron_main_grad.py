@@ -97,6 +97,36 @@ def test_compiled_models_run_the_layer_outside_their_graphs() -> None:
     assert float(eager.abs().max()) > 0 and torch.equal(eager, compiled)
 
 
+def _native_losses() -> list[tuple[Tensor, Tensor, dict[str, float]]]:
+    """(gradient of the router, of the experts, logged losses): as it is, compiled."""
+    import torch._dynamo
+
+    from tests.hosts.megatron.layers import run
+
+    torch._dynamo.config.disable = False  # the ranks' processes start without it
+    case = Case(native={"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1,
+                        "moe_z_loss_coeff": 0.01})
+    initialise_parallel(case)
+    found = []
+    for compiled in (False, True):
+        layer = build(case, True)
+        if compiled:
+            layer.forward = torch.compile(layer.forward, backend="eager")
+        result = run(layer, case)
+        found.append((result["router gradient"], result["w_in gradient"], {
+            name: float(value.sum()) for name, value in result.items()
+            if name.startswith("logged")}))
+    return found
+
+
+def test_megatrons_losses_are_the_same_in_a_compiled_model() -> None:
+    [((router, experts, logged), (again, theirs, compiled))] = on_ranks(1, _native_losses)
+    assert len(logged) == 2 and all(value > 0 for value in logged.values())
+    assert compiled == pytest.approx(logged, rel=1e-6)
+    torch.testing.assert_close(again, router)
+    torch.testing.assert_close(theirs, experts)
+
+
 def _tied(case: Case) -> list[tuple[Tensor, Tensor]]:
     """Gradients of the experts that two layers share, and the sums of those of equal experts."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.observe.drops import DropCount
+from moe_plugin.observe.features import DropCount
 from tests.hosts.megatron.layers import EXPERTS, Case, batch, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -16,10 +13,11 @@ import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-from moe_plugin.hosts.megatron import endings, passes, report, script, script_output
-from moe_plugin.hosts.megatron.compat import loaders
+from moe_plugin.hosts.megatron import endings, launch, passes, script
+from moe_plugin.hosts.megatron.compat import writers
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
-from moe_plugin.run import LostStep, Run, RunFeature, SkipStep
+from moe_plugin.training.run import Run
+from moe_plugin.utils.run_feature import LostStep, RunFeature, SkipStep
 
 pytestmark = pytest.mark.megatron
 
@@ -85,11 +83,9 @@ def test_only_an_empty_split_to_evaluate_has_no_loader(monkeypatch: pytest.Monke
     assert build(iterator) is iterator and build(valid) is valid
 
 
-def test_a_line_of_a_rank_without_a_learning_rate() -> None:
-    record: dict[str, Any] = {
-        "iteration": 1, "lm_loss": None, "tokens_per_s": 1.0, "lr": None, "skipped_steps": 0,
-        "aux_losses": {}, "balance": {}}
-    assert "| lr -" in report.line(record, 2, 0.0)
+def test_options_that_were_removed_say_so() -> None:
+    with pytest.raises(SystemExit, match="--moe-verbose was removed: what Megatron prints"):
+        launch.main(["--moe-verbose", "pretrain_gpt_moe"])
 
 
 def _raised(work: Any) -> Exception:
@@ -104,31 +100,6 @@ def _raised(work: Any) -> Exception:
     lambda: json.loads("{"), lambda: b"\xff".decode(), lambda: int("x")])
 def test_errors_of_a_users_code_keep_their_traceback(work: Any) -> None:
     assert endings.of_a_script(_raised(work)) is None
-
-
-@pytest.fixture
-def output(monkeypatch: pytest.MonkeyPatch) -> script_output.RunOutput:
-    """Whose changes of the process are taken back."""
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    return script_output.RunOutput()
-
-
-def test_a_full_disk_ends_the_log_of_megatrons_lines_alone(
-        output: script_output.RunOutput, tmp_path: Path,
-        capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.log").symlink_to("/dev/full")
-    output.open({"save": str(tmp_path)})
-    assert [output.write("text\n"), output.write("more\n")] == [5, 5]
-    assert capfd.readouterr().err.count("no longer written") == 1
-
-
-def test_what_megatron_said_last_is_shown(output: script_output.RunOutput,
-                                          capfd: pytest.CaptureFixture[str]) -> None:
-    output.write("ERROR: no such file\n")
-    output.show_last()
-    assert "  ERROR: no such file\n" in capfd.readouterr().err
 
 
 def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.MonkeyPatch,
@@ -147,7 +118,7 @@ def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.Monkey
 
 def test_loaders_of_another_megatron_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"0\.15 to 0\.19"), \
-            loaders.of_all_ranks(_raised, object()):
+            writers.of_all_ranks(_raised, object()):
         pass
 
 

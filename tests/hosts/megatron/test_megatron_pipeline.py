@@ -182,7 +182,7 @@ SIZES = [(1,), (1 << 20,), (3, 7), (1 << 21,), (2,)]
 
 def _crossing() -> list[float]:
     """Both stages send everything before they receive anything; sums of what arrives."""
-    from moe_plugin.hosts.megatron.pipeline.links import Links
+    from moe_plugin.hosts.megatron.pipeline.executor import Links
 
     group = torch.distributed.group.WORLD
     links = Links(group, group, SIZES, SIZES, torch.float32, torch.device("cpu"))
@@ -198,7 +198,7 @@ def _crossing() -> list[float]:
 
 def _left_over() -> list[float]:
     """What two steps begin with; of the first a second tensor is left over."""
-    from moe_plugin.hosts.megatron.pipeline.links import Links
+    from moe_plugin.hosts.megatron.pipeline.executor import Links
 
     group, shapes = torch.distributed.group.WORLD, [(2,)]
     links = [Links(group, group, shapes, shapes, torch.float32, torch.device("cpu"))
@@ -366,7 +366,7 @@ def _split(argv: list[str]) -> tuple[dict[str, Any], list[int]]:
     backward pass has left the weights' gradients when its input's was sent.
     """
     from moe_plugin.hosts.megatron.pipeline.eager import SplitStep
-    from moe_plugin.hosts.megatron.pipeline.links import Sender
+    from moe_plugin.hosts.megatron.pipeline.executor import Sender
 
     counts, now = [], []
     backward, finish, send = SplitStep.backward, SplitStep.finish_backward, Sender.send

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.pregate import has_own_gate
+from moe_plugin.routing.pregate import has_own_gate
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import EP2, MODEL, RECOMPUTE, TP2, ran, refusal
 

@@ -17,27 +17,13 @@ pytest.importorskip("megatron.core",
 
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.history.reader import read_predictions
 from moe_plugin.observe.layer_rules import RECENT
-from moe_plugin.observe.prediction import MEASURED, STEPS
-from moe_plugin.planner.prediction import PARTS, Prediction, dump_prediction
 from tests.hosts import ill
 from tests.hosts.megatron.ranks import on_ranks, run_main
 from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, TRAIN, launched, trained
 from tests.observe import wandb_files
 
 pytestmark = pytest.mark.megatron
-
-
-def test_a_run_is_compared_with_its_prediction(data: str, tmp_path: Path) -> None:
-    path = tmp_path / "prediction.json"
-    path.write_text(dump_prediction(Prediction(parts={"products": [1.0, 2.0, 3.0]})))
-    on_ranks(2, trained, [*MODEL, "--data-path", data, "--train-iters", str(STEPS),
-                          "--moe-prediction", str(path), *EP2])
-    [(_, found)] = read_predictions(tmp_path)
-    assert (found.host, found.step, found.steps) == ("megatron", STEPS, MEASURED)
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert all(found.parts[part] > 0 for part in PARTS) and found.memory_bytes > 0
 
 
 def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.hosts.megatron.tokens import StepClock, ids_of
+from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of
 from tests.hosts.megatron.layers import BATCH, EXPERTS, SEQUENCE, Case, batch, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 
@@ -155,7 +155,7 @@ def test_biases_are_those_of_all_data_parallel_ranks() -> None:
 def _counted_steps(case: Case) -> list[int]:
     from moe_plugin.hosts.megatron import script_features
     from moe_plugin.hosts.megatron.compat import core
-    from moe_plugin.run import StepFacts
+    from moe_plugin.utils.run_feature import StepFacts
     from tests.hosts.megatron.training import MODEL, parsed
 
     initialise_parallel(case)

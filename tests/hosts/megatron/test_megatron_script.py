@@ -41,8 +41,8 @@ class Trained:
 
 
 def launch(world: int, *flags: str, script: str = SCRIPT, timeout_s: float = 300,
-           options: Sequence[str] = ("--moe-verbose",)) -> subprocess.CompletedProcess[str]:
-    """Run the launcher on CPU on `world` ranks, as a user does; Megatron's lines are shown."""
+           options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the launcher on CPU on `world` ranks, as a user does."""
     return torchrun("--standalone", "--nproc_per_node", str(world), "-m",
                     "moe_plugin.hosts.megatron.launch", "--moe-cpu", *options, script, *flags,
                     timeout_s=timeout_s)

@@ -51,20 +51,15 @@ def quiet_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path
     return (done.stdout + done.stderr).splitlines(), folder
 
 
-def test_a_run_shows_what_a_user_reads(quiet_run: tuple[list[str], Path]) -> None:
+def test_a_run_shows_megatrons_log_and_our_lines(quiet_run: tuple[list[str], Path]) -> None:
     lines, folder = quiet_run
-    assert len(lines) < 30, lines
-    steps = [line for line in lines if line.startswith("iteration ") and "/5 | lm loss" in line]
-    assert [line.endswith(" left") for line in steps] == [True, True, True, True, False]
+    steps = [line for line in lines if re.search(r"iteration +\d/ +5 .* lm loss: ", line)]
+    assert len(steps) == 5  # Megatron's, and no others
+    assert f"all 5 iterations are made; losses and balance: {folder}/log.jsonl" in lines
     assert sum("left out, because this run is on CPU" in line and "--moe-permute-fusion" in line
                and "--transformer-impl transformer_engine (local)" in line for line in lines) == 1
-    assert [line for line in lines if line.startswith("checkpoint: ")] == [
-        f"checkpoint: {folder}/iter_{number:07d}" for number in (2, 4, 5)]
-    assert any(line.startswith("iteration 4 | validation loss ") for line in lines)
+    assert any("validation loss at iteration 4" in line for line in lines)
     assert any(line.startswith("first step: ") for line in lines)
-    assert "end of arguments" in (folder / "run.log").read_text()
-    # Megatron prints these on the last rank
-    assert re.search(r"iteration +5/ +5 .* lm loss: ", (folder / "run.rank1.log").read_text())
     for checkpoint in (folder / f"iter_{number:07d}" for number in (2, 4, 5)):
         meta = json.loads((checkpoint / "moe_plugin.json").read_text())
         written = {path.name for path in checkpoint.iterdir() if path.is_file()}
@@ -108,7 +103,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_where_it_stoppe
                "2", "-m", "moe_plugin.hosts.megatron.launch", "--moe-cpu", SCRIPT, *FLAGS,
                *EP2[:2], "--train-iters", "100000", "--save", str(folder), "--load", str(folder),
                "--save-interval", "5", "--override-opt_param-scheduler"]
-    log = stopped(command, "iteration 12/", tmp_path / "log", {
+    log = stopped(command, "iteration       12/", tmp_path / "log", {
         **os.environ, "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), ROOT])})
     assert f"{damaged.name} has another checksum than when it was written" in log
@@ -117,8 +112,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_where_it_stoppe
     [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {folder}; "
                                  "the same command goes on$", log, re.M)
     assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
-    assert all(line.startswith(("stopped at", "checkpoint: ", "iteration "))
-               for line in own_lines(log)), log[-3000:]
+    assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
 
 
 RUN = f'''

@@ -1,6 +1,4 @@
-"""What is stored in 16 bit, with and without fp32 master weights, and files of fairseq's `moe`
-branch: converted to Megatron's and back, bit for bit.
-"""
+"""What is stored in 16 bit, with fp32 master weights: to other formats and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,93 +10,22 @@ import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, convert, formats, open_source
-from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.source import MODEL, Source
-from moe_plugin.cli.main import main
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.test_megatron_fairseq import (
-    EXPERTS,
-    MODEL_FLAGS,
-    MOE,
-    RUN,
-    logits,
-    same,
-    tokens,
-    write,
-)
 from tests.hosts.megatron.training import MODEL as TRAINED_MODEL
 from tests.hosts.megatron.training import losses_of, trained
 
-pytestmark = [pytest.mark.megatron, pytest.mark.fairseq]
+pytestmark = pytest.mark.megatron
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OTHERS = ("megatron_native", "plain")
-
-
-def reshard(source: Path, target: Path, to: str, *flags: str) -> Path:
-    assert main(["reshard", str(source), str(target), "--to", to, *flags]) == 0
-    return target
 
 
 def written(source: Source, path: Path) -> Path:
     path.mkdir(parents=True)
     formats.get(source.format)().write(source, path, CheckpointSizes())
     return path
-
-
-def test_the_branchs_files_become_megatrons_and_come_back(tmp_path: Path) -> None:
-    """As ours do; optimizer state included."""
-    model = write(tmp_path / "ours", MOE, optimizer=True)
-    wanted = model(tokens())[0].detach()
-    branch = reshard(tmp_path / "ours", tmp_path / "branch", "fairseq_branch", "--ep", "2")
-    assert len(list(branch.glob("*-rank-*.pt"))) == 2
-    for to in ("megatron", "megatron_native"):
-        there = reshard(branch, tmp_path / to, to)
-        direct = reshard(tmp_path / "ours", tmp_path / f"direct-{to}", to)
-        back = reshard(there, tmp_path / f"back-{to}", "fairseq_branch", "--ep", "2")
-        with open_source(there) as one, open_source(direct) as other:
-            assert {field for field, _ in one.entries} == {MODEL, "exp_avg", "exp_avg_sq"}
-            assert one.values["step"] == other.values["step"] == 3
-            same(one, other)
-        with open_source(branch) as one, open_source(back) as other:
-            same(one, other)
-    [found] = on_ranks(1, logits, [*MODEL_FLAGS, *EXPERTS, *RUN], str(tmp_path / "megatron"),
-                       tokens())
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("to", ["fairseq", "fairseq_branch"])
-def test_fairseqs_weights_in_16_bit(name: str, to: str, tmp_path: Path,
-                                    capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's master weights are made of them, exactly; fairseq's files hold none."""
-    dtype, first = DTYPES[name], tmp_path / "fairseq"
-    write(first, MOE, optimizer=True)
-    state = files.read(str(first / "checkpoint_last.pt"))
-    state["model"] = {key: value.to(dtype) if isinstance(value, torch.Tensor) else value
-                      for key, value in state["model"].items()}
-    files.write(state, str(first / "checkpoint_last.pt"))
-    if to == "fairseq_branch":
-        first = reshard(first, tmp_path / "branch", to)
-    there = reshard(first, tmp_path / "megatron", "megatron")
-    with open_source(there) as source:
-        check_masters(source, dtype)
-        for other in OTHERS:
-            path = written(convert(source, other), tmp_path / other)
-            with open_source(path) as read:
-                check_masters(read, dtype)
-                same(source, convert(read, "megatron"))
-    assert main(["reshard", str(there), str(tmp_path / "x"), "--to", to]) == 2
-    assert "float32 master weights" in capsys.readouterr().err
-    back = reshard(there, tmp_path / "back", to, "--model-only")
-    with open_source(first) as one, open_source(back) as other:
-        names = {name for field, name in one.entries if field == "exp_avg"}
-        assert {key for key in one.entries if key[0] == MODEL} == set(other.entries)
-        for key in ((MODEL, name) for name in names):
-            assert one.entries[key].dtype == other.entries[key].dtype == dtype
-            assert torch.equal(one.read(key), other.read(key)), key
 
 
 def check_masters(source: Source, dtype: torch.dtype, exact: bool = True) -> None:

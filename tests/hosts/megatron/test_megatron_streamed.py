@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,15 +148,15 @@ def _gradients(argv: list[str]) -> tuple[bool, bool]:
         [first[8:], drawn(2)])).any()
 
 
-def _refused_by_name(names: list[str]) -> list[str]:
+def _refused_by_name(given: dict[str, Any]) -> list[str]:
     from moe_plugin.hosts.megatron.streamed import build
 
     found = []
-    for name in names:
+    for name, value in given.items():
         args = parsed([*UNTIED, "--data-path", "x", "--train-iters", "1",
                        "--weights-on", "host"])
         args.gradient_accumulation_fusion = False
-        setattr(args, name, True)
+        setattr(args, name, value)
         try:
             build(None, args, {"offload.weights": "host"})  # type: ignore[arg-type]
         except ValueError as error:
@@ -165,16 +166,19 @@ def _refused_by_name(names: list[str]) -> list[str]:
 
 def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
     names = ["freeze_all_layers", "use_mup", "no_load_optim", "no_save_optim",
-             "exit_on_missing_checkpoint", "ckpt_convert_format", "no_weight_decay_cond_type"]
-    [found] = on_ranks(1, _refused_by_name, [*names, "gradient_accumulation_fusion"])
-    said = ["--" + name.replace("_", "-") for name in names]
+             "exit_on_missing_checkpoint", "ckpt_convert_format", "no_weight_decay_cond_type",
+             "fp8"]
+    sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 4}
+    [found] = on_ranks(1, _refused_by_name, {
+        **sizes, **dict.fromkeys([*names, "gradient_accumulation_fusion"], True)})
+    said = ["--pipeline-model-parallel-size 2 in Megatron: use 1: a rank computes all layers",
+            "--context-parallel-size 4 in Megatron: use 1: share a sequence by"]
+    said += ["--" + name.replace("_", "-") for name in names]
     for message, part in zip(found, [*said, "--no-gradient-accumulation-fusion"], strict=True):
         assert part in message
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    ([], "tied embeddings.*--untie-embeddings-and-output-weights"),
-    (["--bf16"], "--bf16 or --fp16 in Megatron: train in float32"),
     (["--moe-pre-gate", "1"], "router.pre_gate"),
     (["--moe-router", "hash", "--moe-hash-vocabulary", "257"],
      "router hash .* do not see token ids"),
@@ -189,7 +193,7 @@ def test_what_does_not_fit_is_refused(more: list[str], message: str, data: str, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "iter_0000002").mkdir(parents=True)
     (tmp_path / "here" / "latest_checkpointed_iteration.txt").write_text("2")
-    argv = [*(UNTIED if more else MODEL), "--data-path", data, "--weights-on", "host", *more,
+    argv = [*UNTIED, "--data-path", data, "--weights-on", "host", *more,
             "--train-iters", "2"]
     log = run_main(TRAIN, ["--cpu", *argv], 1, tmp_path, fails=True)
     assert re.search("error: .*" + message, log), log

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
-from moe_plugin.hosts.megatron.pipeline import slice_trials
+from moe_plugin.hosts.megatron.pipeline import terapipe
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
 from moe_plugin.planner.pipeline.slices import SliceProfile
 from moe_plugin.planner.trials import Steady
@@ -179,9 +179,9 @@ def _of_lengths(argv: list[str], lengths: list[int]) -> Outcome:
     """
     from moe_plugin.hosts.megatron import script
     from moe_plugin.hosts.megatron.compat.settings import script_arguments
-    from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
+    from moe_plugin.hosts.megatron.pipeline import slice_step, terapipe
 
-    slice_trials.COUNTS, slice_trials.ROUNDS = (1, 2), 1
+    terapipe.COUNTS, terapipe.ROUNDS = (1, 2), 1
     taken: list[tuple[int, ...]] = []
     run, step, seen = slice_step.SliceStep.run, script.Script.around_step, Run()
 
@@ -245,7 +245,7 @@ class _Model(torch.nn.Module):
 
 def test_a_batch_of_another_length_than_the_slices_is_refused() -> None:
     from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SlicePart
-    from moe_plugin.hosts.megatron.pipeline.cutting import CutModel
+    from moe_plugin.hosts.megatron.pipeline.slice_step import CutModel
 
     model, x = _Model(), torch.arange(32)[None]
     cut = CutModel(model, 16)
@@ -261,13 +261,13 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
     """(slices of the trials and after them, profile, losses, most slices alive by step, what was
     logged) of a run without given slices.
     """
-    from moe_plugin.hosts.megatron.pipeline import slice_step, slice_trials
+    from moe_plugin.hosts.megatron.pipeline import slice_step, terapipe
 
     taken: list[tuple[int, ...]] = []
     profiles: list[Any] = []
     alive: list[int] = []
     said: list[str] = []
-    run, after = slice_step.SliceStep.run, slice_trials.SliceTrials.after
+    run, after = slice_step.SliceStep.run, terapipe.SliceTrials.after
 
     def noted(self: Any) -> Any:
         taken.append(self.slices)
@@ -280,8 +280,8 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
         profiles.append(self.profile)
 
     slice_step.SliceStep.run = noted  # type: ignore[method-assign]
-    slice_trials.SliceTrials.after = after_noted  # type: ignore[method-assign]
-    slice_trials.logger.info = lambda text, *values: said.append(text % values)
+    terapipe.SliceTrials.after = after_noted  # type: ignore[method-assign]
+    terapipe.logger.info = lambda text, *values: said.append(text % values)
     losses = steps(argv)["losses"].tolist()
     return taken, profiles[-1], losses, alive, said
 
@@ -355,13 +355,13 @@ def test_chosen_slices_survive_noise(noise: str, monkeypatch: pytest.MonkeyPatch
         return SliceProfile(length=64, multiple=1, stages=4, micro_batches=2, forward=forward,
                             backward=forward).pipeline(slices).simulate().seconds
 
-    monkeypatch.setattr(slice_trials, "transfer_s", lambda step, shape: 1e-3)
-    monkeypatch.setattr(slice_trials.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(slice_trials, "comm_of",
+    monkeypatch.setattr(terapipe, "transfer_s", lambda step, shape: 1e-3)
+    monkeypatch.setattr(terapipe.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(terapipe, "comm_of",
                         lambda: SimpleNamespace(all_reduce=lambda x, op: x))
     best = min(seconds((64 // n,) * n) for n in (1, 2, 4, 8))
     for seed in range(3):
-        found, clock, total, measured = slice_trials.SliceTrials(64, 1), Noise(noise, seed), 0.0, 0
+        found, clock, total, measured = terapipe.SliceTrials(64, 1), Noise(noise, seed), 0.0, 0
         for clock.step in range(STEPS):
             slices, timed = found.next(64)
             slow = clock()

@@ -139,7 +139,7 @@ def _said(argv: list[str]) -> list[tuple[int, str]]:
         words = io.StringIO()
         with mock.patch.object(dist, "destroy_process_group"), \
                 contextlib.redirect_stderr(words), mock.patch.object(launch, "run", run):
-            found.append((command.main(["--moe-verbose", *argv]), words.getvalue()))
+            found.append((command.main(argv), words.getvalue()))
         dist.barrier()
     return found
 

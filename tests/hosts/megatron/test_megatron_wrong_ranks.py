@@ -39,7 +39,7 @@ def _train(argv: list[str], attacker: int | None = None,
     flips: a rank, and the step from which on one bit of its experts' results is wrong.
     """
     from moe_plugin.hosts.megatron.compat import finite
-    from moe_plugin.resilience.twins import WrongResultError
+    from moe_plugin.training.resilience.twins import WrongResultError
 
     seen: list[tuple[float, float | None]] = []
 
@@ -62,7 +62,7 @@ def _train(argv: list[str], attacker: int | None = None,
     said = list[str]()
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("moe_plugin.resilience.step_votes").addHandler(listener)
+    logging.getLogger("moe_plugin.training.resilience.step_votes").addHandler(listener)
     run = Run()
     try:
         ran(argv, built, lambda run: seen.append((0.0, None)), run)

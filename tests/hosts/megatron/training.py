@@ -93,11 +93,11 @@ def ran(argv: list[str], built: Callable[[Run], None] = lambda run: None,
         built: called when the model is there. stepped: after each step.
         run: takes what is seen, also where the run ends by an error.
     """
-    from moe_plugin.hosts.megatron import launch, report, script
+    from moe_plugin.hosts.megatron import launch, script, script_report
 
     found = Run() if run is None else run
     connect, around_step, write = (script.Script.connect, script.Script.around_step,
-                                   report.RunLog.write)
+                                   script_report.RunLog.write)
 
     def connected(self: Any, *parts: Any) -> None:
         connect(self, *parts)
@@ -117,7 +117,7 @@ def ran(argv: list[str], built: Callable[[Run], None] = lambda run: None,
 
     sys.modules.pop("moe_plugin.hosts.megatron.spec", None)  # it follows the arguments
     with mock.patch.multiple(script.Script, connect=connected, around_step=step), \
-            mock.patch.object(report.RunLog, "write", written):
+            mock.patch.object(script_report.RunLog, "write", written):
         try:
             launch.run(SCRIPT, [*QUICK, *argv], on_cpu=True)
         except SystemExit as end:  # so Megatron ends at --exit-interval

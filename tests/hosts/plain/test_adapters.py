@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 from moe_plugin import MoEBlock, ddp_model, finish_step
 from moe_plugin.checkpoint import load, save
-from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients.sync import reduce_experts
+from moe_plugin.experts.base import is_expert
+from moe_plugin.training.gradients.sync import reduce_experts
 from tests.distributed import run_gloo
 
 WIDTH = 8

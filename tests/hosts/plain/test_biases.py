@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.replicas import replica_comm
-from moe_plugin.gradients.sync import reduce_experts, sync_gradients
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.routing import finish_step
+from moe_plugin.training.gradients.replicas import replica_comm
+from moe_plugin.training.gradients.sync import reduce_experts, sync_gradients
 from tests.distributed import run_gloo
 from tests.seeds import seeded
 

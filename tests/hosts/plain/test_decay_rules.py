@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.muon import muon_groups
 from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.blocks import optimizer_groups
+from moe_plugin.training.gradients.muon import muon_groups
 
 BIASES = {"bias_in_LF", "bias_gate_LF", "bias_out_LD"}
 _EXPERTS = {f"experts.{name}" for name in BIASES}
@@ -102,7 +103,17 @@ def _timm(model: nn.Module, **settings: Any) -> set[str]:
 
 def _timm_told(model: nn.Module) -> set[str]:
     """As docs/adapters.md says."""
-    return _timm(model, no_weight_decay_list=["*.bias_*"])
+    return _timm(model, no_weight_decay_list=["*.bias_*", "*.lora_m_*"])
+
+
+def _megatron(model: nn.Module) -> set[str]:
+    """Its own rule, with our stacks of vectors as it is given them."""
+    optimizer = pytest.importorskip("megatron.core.optimizer")
+    from moe_plugin.hosts.megatron.compat.optimizer import is_vector
+
+    [key] = optimizer.get_standard_config_overrides(optimizer.OptimizerConfig(weight_decay=0.1))
+    return {name for name, p in model.named_parameters()
+            if key.predicate.fn(torch.empty(3) if is_vector(p) else p) or fnmatch(name, key.name)}
 
 
 def _muon(model: nn.Module) -> set[str]:
@@ -145,7 +156,8 @@ _STACKS = {f"experts.w_{name}" for name in ("in_LDF", "gate_LDF", "out_LFD")} | 
 
 @pytest.mark.parametrize(("rule", "biases", "dora", "cosine", "stacks"), [
     (_no_decay_list, True, False, False, False), (_transformers, True, False, False, False),
-    (_timm, False, False, True, False), (_timm_told, True, False, True, False),
+    (_timm, False, False, True, False), (_timm_told, True, True, True, False),
+    (_megatron, True, True, True, False),
     (_muon, False, False, True, True), (_muon_of_stacks, False, False, True, False),
     (_optimizer_groups, True, True, True, False), (_muon_groups, True, True, True, False),
     (_fairseq, False, False, False, False)])
@@ -200,3 +212,21 @@ def test_which_biases_peft_trains(bias: str) -> None:
     assert swapped <= own and not [name for name in own if ".experts." in name]
     assert all(name.endswith(".mlp.router.bias") for name in own - swapped)
     assert bool(own - swapped) == (bias == "all")
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_peft_freezes_a_layer_that_it_wraps(bias: str) -> None:
+    """Our adapters, too, whose names begin as its own do: so they are added after it."""
+    peft = pytest.importorskip("peft", minversion="0.21")
+    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "router": {"name": "cosine"},
+                                "experts": {"shared_hidden_dim": 6}}))
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    config = peft.LoraConfig(target_modules=["0"], bias=bias)
+    add_lora(model, 2, 4, use_dora=True, freeze=False)
+    wrapped = peft.get_peft_model(model, config)
+    trained = {name for name, p in wrapped.named_parameters() if p.requires_grad}
+    ends = tuple(f".{name}" for name, _ in layer.named_parameters())
+    found = {name.rpartition(".1.")[2] for name in trained if name.endswith(ends) and ".1." in name}
+    assert found == ({f"shared_expert.fc_{part}.bias" for part in ("in", "out")}
+                     if bias == "all" else set())
+    assert not [name for name in peft.get_peft_model_state_dict(wrapped) if ".experts." in name]

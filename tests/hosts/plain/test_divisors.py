@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from moe_plugin import MoEBlock, TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.experts import is_expert
-from moe_plugin.gradients.part_gradients import plain
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
+from moe_plugin.training.gradients.part_gradients import plain
 from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed

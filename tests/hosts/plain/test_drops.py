@@ -7,8 +7,8 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
-from moe_plugin.observe.drops import WARN_ABOVE, DropCount, DropWarning
-from moe_plugin.run import StepFacts
+from moe_plugin.observe.features import WARN_ABOVE, DropCount, DropWarning
+from moe_plugin.utils.run_feature import StepFacts
 
 pytestmark = pytest.mark.fast
 

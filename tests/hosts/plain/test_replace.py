@@ -14,9 +14,9 @@ import moe_plugin
 from moe_plugin import MoEBlock, MoELayer, auxiliary_loss, optimizer_groups, replace_ffn
 from moe_plugin.comm import TorchComm
 from moe_plugin.config.named import named_config
-from moe_plugin.gradients.sync import sync_gradients
 from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.feed_forward import read_feed_forward
+from moe_plugin.training.gradients.sync import sync_gradients
 from tests.distributed import run_gloo
 from tests.hosts.plain.small import plain_ffn, stack
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_plugin.comm import Comm, run_simulated
-from moe_plugin.gradients.replicas import ReplicaReducer
+from moe_plugin.training.gradients.replicas import ReplicaReducer
 
 pytestmark = pytest.mark.fast
 

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
-from moe_plugin.gradients.norm import clip_grad_norm_
-from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
+from moe_plugin.training.gradients.sync import clip_grad_norm_, reduce_experts
 from tests import oracle
 from tests.distributed import run_gloo
 from tests.exactness.harness import config_of, load, slice_of

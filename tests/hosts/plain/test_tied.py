@@ -15,8 +15,8 @@ from moe_plugin import MoEBlock, TorchComm
 from moe_plugin.checkpoint.save_load import load, save
 from moe_plugin.comm import LocalComm
 from moe_plugin.experts import is_expert
-from moe_plugin.gradients.part_gradients import plain
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
+from moe_plugin.training.gradients.part_gradients import plain
 from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed

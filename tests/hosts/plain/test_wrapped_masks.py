@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moe_plugin import auxiliary_loss, ddp_model, fully_shard_model
 from moe_plugin.comm import LocalComm
-from moe_plugin.gradients.sync import exclude_experts
 from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
+from moe_plugin.training.gradients.sync import exclude_experts
 from tests.distributed import run_gloo
 from tests.hosts.plain.test_model_masks import IDS, LEFT, RIGHT, one_layer, their_loss
 

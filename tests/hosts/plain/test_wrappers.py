@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_plugin import MoEBlock, MoELayer
 from moe_plugin.comm import LocalComm
-from moe_plugin.gradients.sync import reduce_experts
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
+from moe_plugin.training.gradients.sync import reduce_experts
 from tests.distributed import run_gloo
 
 pytestmark = pytest.mark.distributed

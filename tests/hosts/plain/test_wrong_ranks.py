@@ -13,21 +13,21 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import Comm, LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch.rows_limit import RowsOverflow, with_room
-from moe_plugin.experts.marks import is_expert
-from moe_plugin.gradients.replicas import replica_comm
-from moe_plugin.gradients.sync import sync_gradients
+from moe_plugin.experts.base import is_expert
 from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
-from moe_plugin.resilience.overflow import RowsFit
-from moe_plugin.resilience.step_votes import StepVotes
-from moe_plugin.resilience.twins import TwinCheck, WrongResultError, checksum
-from moe_plugin.resilience.vote import (
+from moe_plugin.training.gradients.replicas import replica_comm
+from moe_plugin.training.gradients.sync import sync_gradients
+from moe_plugin.training.resilience.overflow import RowsFit
+from moe_plugin.training.resilience.step_votes import StepVotes
+from moe_plugin.training.resilience.twins import TwinCheck, WrongResultError, checksum
+from moe_plugin.training.resilience.vote import (
     Ballots,
     VotedGradients,
     coordinate_median,
     majority,
     vote,
 )
-from moe_plugin.run import StepRepeat
+from moe_plugin.utils.run_feature import StepRepeat
 from tests.attacks.votes import ATTACKS, Attack
 from tests.distributed import run_gloo
 from tests.logs import warned
@@ -172,7 +172,7 @@ def test_no_single_rank_makes_all_repeat_a_step(how: str, needed: list[list[int]
 def test_no_single_rank_makes_all_repeat_an_evaluation(how: str, needed: list[int], said: str,
                                                        rooms: list[int]) -> None:
     """It has no copies to vote with: most ranks must say so, and one that alone does is named."""
-    with warned("moe_plugin.resilience.step_votes") as lines:
+    with warned("moe_plugin.training.resilience.step_votes") as lines:
         found = run_simulated(3, lambda comm: rows_fit(comm, how, [needed] * 3, False))
     assert found == [(said, with_room(room)) for room in rooms]
     assert [line.split(",")[0] for line in lines] == (

@@ -18,7 +18,7 @@ from moe_plugin.hosts.timm.data import (
     write_example,
 )
 from moe_plugin.hosts.timm.train import main
-from moe_plugin.machine import cache_home
+from moe_plugin.utils.machine import cache_home
 from scripts.bench.studies import STUDIES, ensembles
 from tests.hosts.timm.folders import cifar_cache, cifar_package
 

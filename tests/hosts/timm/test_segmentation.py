@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_plugin.ensembles.cmcl import EnsembleHeads, uniform_divergence
-from moe_plugin.ensembles.settings import EnsembleSettings
 from moe_plugin.hosts.timm.data import Masks
 from moe_plugin.hosts.timm.ensemble import SegmentHead
 from moe_plugin.hosts.timm.model import build_ensemble
 from moe_plugin.hosts.timm.tasks import VisionTask
 from moe_plugin.hosts.timm.train import main
+from moe_plugin.training.ensembles.cmcl import EnsembleHeads, uniform_divergence
+from moe_plugin.training.ensembles.settings import EnsembleSettings
 from tests.hosts.timm.folders import image_folder, some
 from tests.hosts.timm.test_ensemble import SMALL, images
 

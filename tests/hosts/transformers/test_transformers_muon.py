@@ -13,7 +13,7 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
 import moe_plugin.hosts.transformers  # noqa: E402
-from moe_plugin.gradients.muon import ExpertMuon, muon_groups  # noqa: E402
+from moe_plugin.training.gradients.muon import ExpertMuon, muon_groups  # noqa: E402
 from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers", minversion="5.20")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 pytest.importorskip("accelerate")
 
 from tests.distributed import run_gloo  # noqa: E402
@@ -56,3 +59,28 @@ def test_accelerate_starts_it(tmp_path: Path) -> None:
                              capture_output=True, text=True).stdout
         losses[name] = float(out.rsplit("loss ", 1)[1])
     assert losses["accelerate"] == losses["torchrun"] and losses["one rank"] < 3.6
+
+
+def test_a_second_trainer_of_one_folder_is_refused(tmp_path: Path) -> None:
+    from moe_plugin.hosts.transformers.folder import FolderOfOneRun
+
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(
+        is_world_process_zero=True)
+    lock = tmp_path / "moe_plugin.lock"
+    first = FolderOfOneRun()
+    first.on_train_begin(args, state, None)
+    other = json.loads(lock.read_text()) | {"host": "elsewhere"}
+    first.on_train_end(args, state, None)
+    assert not lock.exists()
+    lock.write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="in use by another run .* on host elsewhere"):
+        FolderOfOneRun().on_train_begin(args, state, None)
+    model = torch.nn.Linear(2, 2)
+    trainer = transformers.Trainer(
+        model, transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
+        callbacks=[FolderOfOneRun(take_over=True)])
+    trainer.control = trainer.callback_handler.on_train_begin(
+        trainer.args, trainer.state, trainer.control)
+    assert json.loads(lock.read_text())["host"] != "elsewhere"
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert not lock.exists()

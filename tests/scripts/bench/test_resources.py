@@ -5,11 +5,10 @@ of it than it may; the products use the instructions that the target has for the
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,68 @@ from moe_plugin.kernels import RowGroups, gpu, kernels
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.triton_ops import no_schedule
 from moe_plugin.records import RowCounts
-from scripts.bench.chips import GPUS
+from scripts.bench.chips import GPU, GPUS
 from scripts.bench.launches import META, Launch, recorded, step
 from scripts.bench.resources import Resources, compile_for, compiled
-from scripts.bench.studies import resources
 from scripts.bench.studies.layers import LAYERS
 from tests.kernels.interpreted import DTYPES
 from tests.kernels.problems import SHAPES, arguments
 
 pytest.importorskip("triton", reason="triton is not installed")
-FINE = LAYERS["cuda"][1]
+LARGE, FINE, WIDE = LAYERS["cuda"]
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "mfma"}
+
+
+def every_launch(target: str) -> list[Launch]:
+    """Everything that is compiled for a target: what the benchmark's three layers launch, a layer
+    for each setting that launches others, and operations of exchanges and pages.
+    """
+    gpu = GPUS[target]
+    runs = [*map(step, LAYERS["cuda"]), *_settings(gpu),
+            functools.partial(_operations, gpu.fp8)]
+    return list(dict.fromkeys(call.launch for run in runs
+                              for call in recorded(run, gpu.chip).calls))
+
+
+def _settings(gpu: GPU) -> Iterator[Callable[[], object]]:
+    """Steps of a layer for each setting that launches others."""
+    yield step(replace(LARGE, tokens=128))
+    yield step(replace(FINE, tokens=512))
+    for problem in (LARGE, FINE):
+        yield step(problem, adds=True)
+    yield step(replace(LARGE, dtype="float16"), experts={"bias": True},
+               dispatch={"name": "padded", "capacity_factor": 1.25})
+    yield step(replace(FINE, tokens=4099, model_dim=1001, hidden_dim=711, experts=61),
+               experts={"bias": True})
+    single = replace(WIDE, dtype="float32")
+    yield step(single)
+    if gpu.backend == "cuda":  # refused elsewhere
+        yield step(single, experts={"precision": "tf32"})
+    if gpu.fp8:
+        yield step(FINE, experts={"precision": "fp8"})
+    yield step(replace(WIDE, experts=512, top_k=8))
+    yield step(replace(WIDE, experts=256, top_k=8), losses={"z": 1e-3}, router={
+        "name": "sigmoid_bias", "groups": 8, "group_top_k": 4})
+
+
+def _operations(fp8: bool) -> None:
+    """Those that one rank's layer does not launch: of exchanges and of pages."""
+    t, k, d = WIDE.tokens, WIDE.top_k, WIDE.model_dim
+
+    def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    rows_RD, source_R = new(t * k, d), new(t * k, dtype=torch.int64)
+    position_TK, scales = new(t, k, dtype=torch.int64), new(t * k, d // 128, dtype=torch.float32)
+    record_M, pages_SP = new(64, dtype=torch.int64), new(65, 1 << 20)
+    for name, *args in (
+            ("transpose_chunks", rows_RD, 4, 2), ("dot_rows", new(t, d), rows_RD, position_TK),
+            ("take_rows", new(t, d), source_R, k, None),
+            *((("quantize_fp8", rows_RD, 128), ("dequantize_fp8", rows_RD.to(torch.float8_e4m3fn),
+                                                scales, 128, torch.bfloat16)) if fp8 else ()),
+            ("write_pages", rows_RD.view(-1), record_M, pages_SP, pages_SP),
+            ("read_pages", record_M, pages_SP, pages_SP, t * k * d, new(dtype=torch.bool))):
+        kernels.get(name).implementation("triton")(*args)
 
 
 @functools.cache
@@ -132,7 +182,7 @@ def test_machine_code_of_hopper() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(GPUS))
 def test_everything(target: str) -> None:
-    for launch in resources.launches(target):
+    for launch in every_launch(target):
         check(launch, target)
 
 
@@ -174,7 +224,7 @@ def test_every_kernel_is_compiled() -> None:
     folder = Path(gpu.__file__).parent
     launched = {name for path in folder.glob("*.py")
                 for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
-    assert launched and {launch.kernel for launch in resources.launches("sm_90")} >= launched
+    assert launched and {launch.kernel for launch in every_launch("sm_90")} >= launched
 
 
 def test_a_recorded_launch_has_the_sizes_of_the_layer() -> None:
@@ -270,38 +320,6 @@ def test_rules() -> None:
             ({"through_registers": (2, 8)}, "left operand through registers in 2 of 8 wgmma")):
         assert list(replace(good, **change).failed(gpu)) == [why]
     assert list(replace(good, matrix="mma.sync", buffers=2).failed(gpu)) == []
-
-
-def test_a_compiler_that_ends_its_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = dict.fromkeys(launches("sm_90", "top_k_kernel", "rank_kernel", "tile_kernel"), "x")
-
-    def fail(launch: Launch, target: str) -> Resources:
-        if launch.kernel == "rank_kernel":
-            os._exit(1)
-        if launch.kernel == "tile_kernel":
-            raise RuntimeError("first line\nno such instruction")
-        return Resources(launch.label, 1, 0, 0, 1, 1.0, "", False)
-
-    monkeypatch.setattr(resources, "compile_for", fail)
-    found = list(resources.rows("sm_90", wanted, 2))
-    assert [one["label"] for one in found] == [launch.label for launch in wanted]
-    said = {one["label"].split()[0]: one["failed"] for one in found}
-    assert said == {"top_k": [], "tile": ["does not compile: 'no such instruction'"],
-                    "rank": ["does not compile: the compiler ended its process"]}
-
-
-def test_versions_are_merged() -> None:
-    def run(version: str, target: str, *failed: list[str]) -> dict[str, Any]:
-        rows = [{"label": f"k{n}", "from": "x", "failed": why} for n, why in enumerate(failed)]
-        return {"triton": {version: {target: {"number": len(rows), "rows": rows}}}}
-
-    found = resources.merge(run("3.9.0", "sm_90", []), run("3.10.0", "sm_90", [], ["bad"]))
-    found = resources.merge(found, run("3.4.0", "sm_80", ["bad"], []))
-    assert list(found["triton"]) == ["3.4.0", "3.9.0", "3.10.0"]
-    assert [len(one["rows"]) for targets in found["triton"].values()
-            for one in targets.values()] == [1, 0, 2]
-    page = "\n".join(resources.body(found))
-    assert re.search(r"k1 +\| bad +\| sm_90: 3.10.0", page), page
 
 
 def test_every_operation_has_a_triton_kernel() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from moe_plugin.cli.main import main, parse
-from moe_plugin.planner.choice import LayoutChoice
-from scripts.bench.studies import STUDIES, predicted
+from scripts.bench.studies import STUDIES
 from scripts.bench.study import NEEDS, NEEDS_SAID, Option, Study, read_numbers, write_numbers
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 COMMITTED = [study for study in STUDIES.values() if (BENCHMARKS / study.numbers_name).exists()]
-QUICK = ("offload-plans", "layers", "operations", "scaling", "predicted", "headlines")
+QUICK = ("offload-plans", "layers", "operations", "scaling", "headlines")
 
 
 def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,15 +144,3 @@ def test_numbers_are_written_a_line_for_each_entry(value: Any, tmp_path: Path) -
     write_numbers(tmp_path / "n.json", value)
     assert read_numbers(tmp_path / "n.json") == value
     assert len((tmp_path / "n.json").read_text().splitlines()) == len(value) + 2 + (not value)
-
-
-def test_a_predicted_layout_fails_only_where_it_is_certainly_behind() -> None:
-    cell = {"host": "fairseq", "shape": "few", "behind": 0.05}
-    found = [predicted.failures({"cells": [{**cell, "certain": list(ends)}]})
-             for ends in ((0.02, 0.08), (-0.01, 0.11), (0.04, 0.06))]
-    assert found == [[], [], ["fairseq, few: 5.0% behind, certainly more than 4.0%"]]
-    fast, slow = LayoutChoice(r=1), LayoutChoice(r=0)
-    seconds = {fast: [1.0, 1.1, 0.9], slow: [1.1, 1.2, 1.03]}
-    one = predicted.ShapeCell("fairseq", "few", None, {fast: 0.0, slow: 0.1}, {}, seconds, 1.0, 1)
-    low, high = one.certain(slow)
-    assert 0.03 < low < 0.11 < high and one.certain(fast) == (0, 0)

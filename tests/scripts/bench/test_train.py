@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from moe_plugin.cli.main import main
-from moe_plugin.cli.measure.host_sides import Side, TrainShape, batch
 from moe_plugin.comm import LocalComm
 from moe_plugin.planner.cluster import load_cluster
 from scripts.bench.studies import STUDIES, losses
 from scripts.bench.studies.train import hardware
 from scripts.bench.study import ROOT, read_numbers
+from scripts.bench.train.host_sides import Side, TrainShape, batch
 from scripts.bench.train.results import (
     PACKAGE,
     TrainReport,

@@ -81,7 +81,7 @@ def megatron(argv: Sequence[str], log: str) -> None:
 
     sys.modules.pop("moe_plugin.hosts.megatron.spec", None)  # it follows the arguments
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")
-    status = train.main(["--moe-verbose", *argv])
+    status = train.main(argv)
     if status:  # with what it said last
         said = Path(f"{log}{os.environ['RANK']}").read_text(encoding="utf-8").splitlines()
         raise SystemExit(f"{status}: {said[-1] if said else ''}")

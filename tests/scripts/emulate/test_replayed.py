@@ -12,8 +12,7 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.observe.traces import trace_path
-from moe_plugin.planner.cluster import load_cluster
-from moe_plugin.planner.device import load_device
+from moe_plugin.planner.cluster import load_cluster, load_device
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.routing_replay import calls_of

@@ -184,6 +184,7 @@ class BranchFormat(Format):
     """Checkpoints of fairseq's `moe` branch: a shared file and a file for each rank's experts."""
 
     name = "fairseq_branch"
+    becomes = ("fairseq",)
     views_as = {"fairseq": lambda source: _for_ours(to_ours(source))}
     views_of = {"fairseq": to_branch}
     sizes = frozenset({"world", "ep"})

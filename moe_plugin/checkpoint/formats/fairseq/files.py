@@ -2,7 +2,7 @@
 
 Saving has two phases, so that a killed run always leaves one step that every rank has: each rank
 writes `NAME.new`; when all have, each renames it to `NAME`. Loading looks at both names and takes
-the newest step that all ranks have. Every file has a checksum (`moe_plugin.checksums`).
+the newest step that all ranks have. Every file has a checksum (`moe_plugin.utils.checksums`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import CheckpointError, trust
 from moe_plugin.checkpoint.formats.fairseq.entries import renamed
 from moe_plugin.checkpoint.source import UNREADABLE
 from moe_plugin.comm.host_collectives import gather_objects
-from moe_plugin.messages import short
-from moe_plugin.regular_files import is_full, write_remedy
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import is_full, write_remedy
 
 logger = logging.getLogger(__name__)
 MANIFEST, VERSION, PENDING = "moe_plugin", 1, ".new"

@@ -256,6 +256,7 @@ class FairseqFormat(Format):
     name = "fairseq"
     views_as = {NEUTRAL: neutral.to_neutral}
     views_of = {NEUTRAL: neutral.from_neutral}
+    becomes = ("fairseq_branch",)
     sizes = frozenset({"world", "ep", "shards"})
 
     def detect(self, path: Path, trust: bool = False) -> bool:

@@ -46,7 +46,6 @@ _INNER = {"self_attn.k_proj": "attention.k", "self_attn.v_proj": "attention.v",
           "self_attn.q_proj": "attention.q", "self_attn.out_proj": "attention.o",
           "self_attn_layer_norm": "norm1", "fc1": "mlp.w_in", "fc2": "mlp.w_out",
           "final_layer_norm": "norm2"}  # in the order of a layer's parameters
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _WEIGHT = re.compile(rf"(layers\.\d+\.(?:{'|'.join(_INNER.values())}))\.weight")
 _MOE = "moe_layer.moe."
 _RULES = (
@@ -60,13 +59,8 @@ _READ = NameTable((*_RULES, *(
          tuple(f"layers.{{n}}.attention.{part}.{kind}" for part in "qkv")) for kind in KINDS)))
 
 
-def neutral_prefix(prefix: str) -> str:
-    """`decoder.layers.N.moe_layer.moe.` as `layers.N.moe.`."""
-    return prefix.removeprefix("decoder.").removesuffix(_MOE) + "moe."
-
-
 def our_prefix(prefix: str) -> str:
-    """The reverse of `neutral_prefix`."""
+    """`layers.N.moe.` as `decoder.layers.N.moe_layer.moe.`."""
     return f"decoder.{prefix.removesuffix('moe.')}{_MOE}"
 
 
@@ -87,15 +81,11 @@ def _without_name(one: Derived) -> Derived:
     if width := re.search(r"\bproject_(in|out)_dim\b", name):
         raise CheckpointError(
             f"tensor {name!r} projects embeddings of another width (fairseq's default is 512, "
-            "whatever --decoder-embed-dim is), which no other format has; train with "
-            f"--decoder-{width[1]}put-dim equal to --decoder-embed-dim, or convert to "
-            "fairseq alone")
-    if _MOE in name:
-        raise CheckpointError(f"tensor {name!r} of a router or expert has no neutral name; "
-                              "convert to the checkpoint's own format")
-    raise CheckpointError(f"tensor {name!r} has no neutral name: only decoder language models "
-                          "(transformer_lm) without parts of their own become another format's; "
-                          "convert to fairseq alone")
+            "whatever --decoder-embed-dim is), which is not upcycled; train with "
+            f"--decoder-{width[1]}put-dim equal to --decoder-embed-dim")
+    raise CheckpointError(f"tensor {name!r} has no place in a model of experts: only decoder "
+                          "language models (transformer_lm) without parts of their own are "
+                          "upcycled")
 
 
 def fairseq_tensors(source: Source) -> Iterator[Derived]:
@@ -130,22 +120,3 @@ def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> It
     for name, value in _BUFFERS.items():
         if name == "decoder.version" or sinusoidal:
             yield filled((MODEL, name), (1,), torch.float32, value)
-
-
-def parameter_order(names: Sequence[str], moe: Sequence[str], tied: bool) -> list[str]:
-    """Names of a model's parameters in the order in which fairseq registers them.
-
-    Args:
-        names: of the model's tensors.
-        moe: names below an MoE layer, in its own order.
-        tied: the output matrix is the embedding.
-    """
-    parts = [*both_kinds(_INNER),
-             *(_MOE + name for name in moe)]
-    ahead = ["decoder.embed_tokens.weight", POSITIONS]
-    behind = ["decoder.layer_norm.weight", "decoder.layer_norm.bias",
-              *([] if tied else ["decoder.output_projection.weight"])]
-    known = set(names)
-    numbers = sorted({int(found[1]) for found in map(_LAYER.fullmatch, names) if found})
-    layers = (f"decoder.layers.{number}.{part}" for number in numbers for part in parts)
-    return [name for name in (*ahead, *layers, *behind) if name in known]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import CheckpointError, torch_files, trust
 from moe_plugin.checkpoint.conversion import without_optimizer
 from moe_plugin.checkpoint.formats.fairseq import files
@@ -23,6 +22,7 @@ from moe_plugin.checkpoint.formats.fairseq.format import (
 )
 from moe_plugin.checkpoint.reshard import columns_of_rank
 from moe_plugin.checkpoint.source import MODEL
+from moe_plugin.utils import checksums
 
 logger = logging.getLogger(__name__)
 

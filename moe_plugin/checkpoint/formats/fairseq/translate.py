@@ -28,8 +28,8 @@ from moe_plugin.config.lacks import refuse_lacking
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
 from moe_plugin.dispatch import check_settings, dispatchers
-from moe_plugin.messages import short
 from moe_plugin.routing import only_read
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from moe_plugin.checkpoint.formats.huggingface.family import (
     shared_names,
 )
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 # parts that several families share
 LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,

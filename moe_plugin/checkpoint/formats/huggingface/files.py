@@ -15,7 +15,7 @@ import torch
 
 from moe_plugin.checkpoint.formats.base import WriteProgress
 from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
-from moe_plugin.checkpoint.precision import marked
+from moe_plugin.checkpoint.name_table import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -25,11 +25,11 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
 )
 from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
-from moe_plugin.checksums import METADATA, FirstRead
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input, write_whole
 from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.utils.checksums import METADATA, FirstRead
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input, write_whole
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantization

@@ -30,8 +30,8 @@ from moe_plugin.checkpoint.formats.huggingface.settings import (
     decoder_settings,
     family_for,
 )
+from moe_plugin.checkpoint.name_table import marked
 from moe_plugin.checkpoint.neutral import NEUTRAL, NeutralModel
-from moe_plugin.checkpoint.precision import marked
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,

@@ -29,7 +29,7 @@ from moe_plugin.checkpoint.source import (
     full_window,
     is_code,
 )
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 _KEYS = ("quantization_config", "compression_config")  # the second of older compressed-tensors
 FLOAT8 = ("fp8", "mxfp8")  # methods of `FineGrainedFP8Config`

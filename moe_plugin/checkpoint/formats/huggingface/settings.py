@@ -11,7 +11,7 @@ from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_
 from moe_plugin.checkpoint.formats.huggingface.family import Block, Decoder, Family
 from moe_plugin.checkpoint.neutral import DecoderSettings, NeutralModel
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.messages import cut, short
+from moe_plugin.utils.messages import cut, short
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "squared_relu"}
@@ -200,8 +200,8 @@ def _refuse_other_kinds(model: NeutralModel) -> None:
     flags += ["--disable-bias-linear"] if model.biases == "all" else []
     raise CheckpointError(
         f"no Hugging Face family holds this model, whose {' and '.join(found)}; train it in "
-        f"Megatron{' with ' * bool(flags)}{' '.join(flags)} (fairseq's transformer_lm has no such "
-        "form), or use another --to")
+        f"Megatron{' with ' * bool(flags)}{' '.join(flags)}, or use another "
+        "--to")
 
 
 def refusals(family: Family, model: NeutralModel) -> Iterator[str]:

@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint import trust
-from moe_plugin.checkpoint.formats.megatron.names import COMMON, METADATA
+from moe_plugin.checkpoint.formats.megatron.common import COMMON, METADATA
 from moe_plugin.checkpoint.source import (
     MODEL,
     CheckpointError,
@@ -42,8 +41,9 @@ from moe_plugin.checkpoint.source import (
     window_shape,
 )
 from moe_plugin.checkpoint.torch_files import open_lazily
-from moe_plugin.messages import short
-from moe_plugin.regular_files import check_input
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
 
 # that the pickles of a checkpoint may name
 _METADATA, _PLANNER = ("torch.distributed.checkpoint.metadata.",

@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -31,10 +31,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_plugin import checksums
-from moe_plugin.checkpoint.formats.base import CheckpointSizes, WriteProgress
-from moe_plugin.checkpoint.formats.megatron import common, hybrid, names
-from moe_plugin.checkpoint.formats.megatron.names import (
+from moe_plugin.checkpoint.formats.base import (
+    CheckpointSizes,
+    Format,
+    WriteProgress,
+    formats,
+)
+from moe_plugin.checkpoint.formats.megatron import common, neutral
+from moe_plugin.checkpoint.formats.megatron import source as experts
+from moe_plugin.checkpoint.formats.megatron.common import (
     BACKEND,
     COMMON,
     LATEST,
@@ -42,6 +47,7 @@ from moe_plugin.checkpoint.formats.megatron.names import (
     METADATA,
     NATIVE,
 )
+from moe_plugin.checkpoint.neutral import NEUTRAL
 from moe_plugin.checkpoint.source import (
     MODEL,
     MODEL_ONLY,
@@ -53,7 +59,8 @@ from moe_plugin.checkpoint.source import (
     blocks,
     window_shape,
 )
-from moe_plugin.regular_files import write_whole
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import write_whole
 
 CHUNK_BYTES, FILE_BYTES = 1 << 25, 1 << 29
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
@@ -98,7 +105,7 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
     folder = path / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     stacked = kept.get("stacked", _uniform(source.entries))
-    master = kept.get("master") or names.MASTERS[1]
+    master = kept.get("master") or common.MASTERS[1]
     pieces = list(_pieces(source.entries, stacked, master))
     objects = _objects(source, kept, stacked)
     _write_tensors(source, folder, pieces, objects, progress)
@@ -117,7 +124,7 @@ def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
     """Whether all layers have the same tensors, so that Megatron stores them in one."""
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
-        rest, number = names.without_number(name)
+        rest, number = common.without_number(name)
         if number is not None:
             kinds.setdefault(number, set()).add((field, rest, entry.shape))
     found = list(kinds.values())
@@ -125,15 +132,15 @@ def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
 
 
 def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> Iterator[_Piece]:
-    layers = len(names.layer_numbers(name for field, name in entries if field == MODEL))
+    layers = len(common.layer_numbers(name for field, name in entries if field == MODEL))
     shapes: dict[str, tuple[Any, ...]] = {}
     for key, entry in entries.items():
-        rest, number = names.without_number(key[1])
+        rest, number = common.without_number(key[1])
         if stacked and number is not None:
-            name, ahead = names.stored_name((key[0], rest), master), (number,)
+            name, ahead = common.stored_name((key[0], rest), master), (number,)
             shape = (layers, *entry.shape)
         else:
-            name, ahead, shape = names.stored_name(key, master), (), entry.shape
+            name, ahead, shape = common.stored_name(key, master), (), entry.shape
         if shapes.setdefault(name, (shape, entry.dtype)) != (shape, entry.dtype):
             raise CheckpointError(f"{key[1]!r} has shape {entry.shape} and {entry.dtype}, other "
                                   f"layers have {shapes[name]}: one checkpoint cannot hold both")
@@ -143,7 +150,7 @@ def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> I
 
 
 def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str, bytes]:
-    numbers = names.layer_numbers(name for field, name in source.entries if field == MODEL)
+    numbers = common.layer_numbers(name for field, name in source.entries if field == MODEL)
     native = source.format == NATIVE
     found: dict[str, bytes] = {}
     if "objects" in kept:
@@ -151,7 +158,7 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
                       if (native or "mlp.experts." not in name) and not (
                           source.values.get(MODEL_ONLY) and name.startswith("optimizer."))})
     else:
-        moe = names.layer_numbers(source.layers)
+        moe = common.layer_numbers(source.layers)
         tensors = (name for _, name in source.entries)
         found.update(dict.fromkeys(common.module_objects(numbers, moe, tensors, stacked),
                                    common.object_bytes()))
@@ -169,11 +176,11 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
     indexes: list[Path] = []
     for number, content in enumerate(_files(pieces, objects)):
         file, index = folder / f"__{number}_0.distcp", folder / f"__{number}_0.json"
-        names = [f"{folder.name}/{path.name}" for path in (file, index)]
+        common = [f"{folder.name}/{path.name}" for path in (file, index)]
         indexes.append(index)
-        if not all(map(progress.keeps, names)):
+        if not all(map(progress.keeps, common)):
             _write_file(file, index, content, source, objects, progress)
-            for name in names:
+            for name in common:
                 progress.wrote(name)
         places |= {MetadataIndex(name, offsets): _StorageInfo(written, at, length)
                    for name, offsets, written, at, length in json.loads(index.read_text())}
@@ -240,12 +247,10 @@ def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) ->
             "iteration": step, "consumed_samples": int(source.values.get("consumed_samples", 0))
         }
     })
-    if "args" not in state and hybrid.pattern_of(source):
-        state["args"] = hybrid.arguments(source)
     if source.values.get(MODEL_ONLY):
         state.pop("optimizer", None)
     elif "common" not in kept and any(field != MODEL for field, _ in source.entries):
-        mixed = any(field == names.MASTER for field, _ in source.entries)
+        mixed = any(field == common.MASTER for field, _ in source.entries)
         state["optimizer"] = common.new_optimizer(source.values.get("optimizer") or {}, mixed)
     if "optimizer" in state and source.layers:
         experts = [name for _, name in source.entries if "experts." in name]
@@ -281,3 +286,58 @@ def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
             "add_bias_linear", "normalization")
     pairs = {**{name: name for name in same}, **theirs}
     return {name: settings[given] for name, given in pairs.items() if given in settings}
+
+
+# The formats `megatron` and `megatron_native`; importing this registers them.
+#
+# What reads and writes them is imported where it is used: torch's distributed checkpoint takes
+# about
+# a second, which other formats do not need.
+_SIZES = frozenset({"world", "ep", "tp", "pp", "etp"})
+
+
+class _Megatron(Format):
+    sizes = _SIZES
+
+    def detect(self, path: Path, trust: bool = False) -> bool:
+        return (path.is_dir() and common.is_checkpoint(path)
+                and common.format_of(path) == self.name)
+
+    def open(self, path: Path, trust: bool = False) -> Source:
+        from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
+
+        found = open_checkpoint(path, trust)
+        if found.format != self.name:
+            raise CheckpointError(f"checkpoint {str(path)!r} is of format {found.format!r}, not "
+                                  f"{self.name!r}")
+        return found
+
+    def write(self, source: Source, path: Path, layout: CheckpointSizes,
+              progress: WriteProgress = WriteProgress()) -> None:
+        """See `Format`. Megatron loads what is written at any parallel sizes."""
+
+        common.refuse_other_optimizers(source)
+        write(source, path, layout, progress)
+
+
+@formats.register("megatron")
+class MegatronFormat(_Megatron):
+    """Distributed checkpoints of Megatron with our experts, or without any.
+
+    `SAVE` of the training script or of Megatron-LM's, or one of its folders `iter_...`.
+    """
+
+    name: ClassVar[str] = common.OURS
+    views_as = {NEUTRAL: neutral.to_neutral}
+    views_of = {NEUTRAL: neutral.from_neutral}
+
+
+@formats.register("megatron_native")
+class NativeFormat(_Megatron):
+    """Distributed checkpoints of Megatron with its own experts.
+
+    As its SequentialMLP, GroupedMLP and TEGroupedMLP write them.
+    """
+
+    name: ClassVar[str] = common.NATIVE
+    views_as, views_of = {common.OURS: experts.to_ours}, {common.OURS: experts.to_native}

@@ -26,16 +26,15 @@ def install() -> None:
         flags,
         hydra_train,
         launch,
-        optimizers,
+        native,
         patching,
-        run_folder,
         runtime,
         userdir,
     )
-    from moe_plugin.quiet import FAIRSEQ, FAIRSEQ_LINES, hide
+    from moe_plugin.utils.quiet import FAIRSEQ, FAIRSEQ_LINES, hide
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     # of two patches in one place, the later one calls the earlier one
-    for module in (runtime, launch, run_folder, userdir, checkpoints, evaluation, optimizers, flags,
+    for module in (runtime, launch, userdir, userdir, checkpoints, evaluation, native, flags,
                    hydra_train):
         patching.apply(module)

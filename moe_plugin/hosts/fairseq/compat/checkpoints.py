@@ -16,8 +16,8 @@ from typing import Any
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
-from moe_plugin.messages import alike, did_you_mean, short
-from moe_plugin.resilience.stopping import RUN
+from moe_plugin.training.resilience.stopping import RUN
+from moe_plugin.utils.messages import alike, did_you_mean, short
 
 logger = logging.getLogger(__name__)
 _LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder

@@ -28,8 +28,8 @@ from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line, started_by_torchrun
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.hosts.fairseq.groups import Evaluation, evaluating
-from moe_plugin.observe.drops import DropWarning
-from moe_plugin.regular_files import make_folder, write_regular
+from moe_plugin.observe.features import DropWarning
+from moe_plugin.utils.regular_files import make_folder, write_regular
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from moe_plugin.checkpoint import trust
 from moe_plugin.config.flags import CONFIG_FLAG, as_given, flag_specs, setting_specs
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replace, replaces
-from moe_plugin.messages import Parser, alike, flag_names, short
-from moe_plugin.yaml_file import read_yaml
+from moe_plugin.utils.messages import Parser, alike, flag_names, short
+from moe_plugin.utils.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 _USER_DIR, _SECTION = "--user-dir", "fairseq"

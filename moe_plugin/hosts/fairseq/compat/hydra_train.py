@@ -15,8 +15,8 @@ from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.launch import STATUS_OF_USE, is_ours
 from moe_plugin.hosts.fairseq.compat.patching import patch
-from moe_plugin.messages import alike, did_you_mean, short
-from moe_plugin.yaml_file import bundled
+from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.yaml_file import bundled
 
 _FOLDER = ("--config-dir", "-cd")
 _FULL = "HYDRA_FULL_ERROR"

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moe_plugin.comm.job_abort import is_of_another_rank, says_why
+from moe_plugin.comm.watchdog import is_of_another_rank, says_why
 from moe_plugin.config.flags import as_given
 from moe_plugin.hosts.fairseq.compat.patching import replaces
-from moe_plugin.messages import printable, short
-from moe_plugin.resilience.stopping import STATUS as STATUS_OF_STOP
-from moe_plugin.resilience.stopping import stops_in_one_line
+from moe_plugin.training.resilience.stopping import STATUS as STATUS_OF_STOP
+from moe_plugin.training.resilience.stopping import stops_in_one_line
+from moe_plugin.utils.messages import printable, short
 
 logger = logging.getLogger(__name__)
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")

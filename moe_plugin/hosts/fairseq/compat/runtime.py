@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.comm.host_collectives import gather_objects
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replaces
 
 logger = logging.getLogger(__name__)

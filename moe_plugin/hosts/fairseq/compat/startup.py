@@ -42,7 +42,7 @@ class _Loader:
 
         original, speech = dataclasses.dataclass, logging.getLogger(_SPEECH)
         dataclasses.dataclass = hashable_fairseq_dataclasses(original)
-        if not sys.warnoptions:  # as in `moe_plugin.quiet`
+        if not sys.warnoptions:  # as in `moe_plugin.utils.quiet`
             speech.addFilter(_no_hint)
         try:
             self.inner.exec_module(module)

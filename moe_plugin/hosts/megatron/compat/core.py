@@ -38,7 +38,7 @@ from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.multi_token import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
-from moe_plugin.messages import warn_once
+from moe_plugin.utils.messages import warn_once
 
 OLDEST, NEWEST = (0, 15), (0, 20)  # of which the tests have run; the newest from its main branch
 Group = dist.ProcessGroup

@@ -233,7 +233,7 @@ def _tensor_type(kind: str, caller: str) -> str:
     "it refuses sequence parallelism; without Apex and "
     "Transformer Engine Megatron has only this norm")
 def _norm() -> None:
-    from moe_plugin.hosts.megatron.compat.layer_norm import LocalNorm
+    from moe_plugin.hosts.megatron.compat.sequence_parts import LocalNorm
 
     module = importlib.import_module("megatron.core.transformer.torch_norm")
     module.WrappedTorchNorm.__new__ = lambda _cls, *args, **kwargs: LocalNorm(*args, **kwargs)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.hosts.megatron.compat.settings import RENAMED, setting
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 OFF: tuple[Any, ...] = (None, False)
 # names of settings that have to do with experts, in `TransformerConfig` and on the command line

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moe_plugin.experts.matrices import MARK, from_matrices, mark_matrices, part_of, to_matrices
 from moe_plugin.hosts.megatron.compat.optimizer import is_vector
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 # whose updates of a stack are those of its matrices: by our orthogonalization, or by element
 FOLLOWED = ("muon", "dist_muon", "lion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.formats.megatron.common import group_value
-from moe_plugin.experts.marks import is_expert
+from moe_plugin.experts.base import is_expert
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,27 @@ def is_vector(parameter: Tensor) -> bool:
     stacks of vectors.
     """
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
+
+
+def counts_in_norm(parameter: Tensor) -> bool:
+    """Whether this rank's part of a parameter counts in the gradient norm: no other tensor-parallel
+    rank counts the same one.
+    """
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+    return param_is_not_tensor_parallel_duplicate(parameter)
+
+
+def scaler_of(args: argparse.Namespace) -> Any:
+    """What scales the loss of a run of 16 bits, as Megatron makes it; None: nothing does."""
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+    if (args.fp16 or args.bf16) and args.loss_scale:
+        return ConstantGradScaler(args.loss_scale)
+    if not args.fp16:
+        return None
+    return DynamicGradScaler(args.initial_loss_scale, args.min_loss_scale, 2.0, 0.5,
+                             args.loss_scale_window, args.hysteresis)
 
 
 class _WithVectors:

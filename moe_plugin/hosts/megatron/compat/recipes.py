@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_plugin.hosts.megatron.compat.settings import plain_name, setting
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     replace_training,
     training_module,
 )
-from moe_plugin.messages import first_process
+from moe_plugin.utils.messages import first_process
 
 logger = logging.getLogger(__name__)
 PATCHES: list[cpu.Patch] = []

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moe_plugin.messages import short
-from moe_plugin.observe.given import OFF, ON, chosen, shown
+from moe_plugin.observe.model_layers import OFF, ON, chosen, shown
+from moe_plugin.utils.messages import short
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _parsers: list[argparse.ArgumentParser] = []  # the script's, once it has parsed

@@ -11,7 +11,7 @@ from megatron.core import parallel_state as ps
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.compat.names import get_model_config
 from moe_plugin.hosts.megatron.compat.settings import cuda_graphs, setting
-from moe_plugin.registry import Registry
+from moe_plugin.utils.registry import Registry
 
 # signature of what Megatron's get_forward_backward_func returns; keyword arguments alone
 ForwardBackward = Callable[..., list[Any]]

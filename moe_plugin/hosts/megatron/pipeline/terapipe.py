@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections import defaultdict
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.pipeline.base import (
     ForwardBackward,
@@ -11,9 +18,120 @@ from moe_plugin.hosts.megatron.pipeline.base import (
     refuse,
     register,
 )
-from moe_plugin.hosts.megatron.pipeline.slice_step import NAME, SliceStep
-from moe_plugin.hosts.megatron.pipeline.slice_trials import SliceTrials
+from moe_plugin.hosts.megatron.pipeline.executor import transfer_s
+from moe_plugin.hosts.megatron.pipeline.slice_step import NAME, Seconds, SliceStep
 from moe_plugin.planner.pipeline.schedules import equal_slices
+from moe_plugin.planner.pipeline.slices import SliceProfile, fit, slice_seconds
+from moe_plugin.planner.trials import BUSY, Checks
+
+# The first steps of a run measure slices of several lengths; then the best ones are chosen.
+#
+# Every step trains, whatever it measures. All ranks choose the same slices, from the slowest rank's
+# times. Now and then a step with the chosen slices is measured: if it is much faster than the
+# trials
+# said, the machine was busy during the trials, and they are repeated.
+COUNTS = (1, 2, 4, 8)  # equal slices of the trials
+ROUNDS = 2
+logger = logging.getLogger(__name__)
+
+
+class SliceTrials:
+    """Slices of each step until the best are known.
+
+    Args: length: of a sequence. multiple: of which every slice must be one.
+
+    Attributes:
+        profile: what was measured, once it is complete.
+        chosen: the best slices.
+        samples: [length, context, seconds] of forward passes on the slowest rank.
+    """
+
+    def __init__(self, length: int, multiple: int) -> None:
+        self.length, self.multiple = length, multiple
+        self.profile: SliceProfile | None = None
+        self.chosen: tuple[int, ...] | None = None
+        self.samples: list[list[float]] = []
+        counts = [count for count in COUNTS if count <= length // multiple]
+        self._trials = [counts[-1], *counts * ROUNDS]  # the first step warms up
+        self._steps, self._checks = 0, Checks()
+        self._best: dict[int, tuple[int, ...]] = {}  # slices by length of a sequence
+        self._seconds: Seconds = defaultdict(list)
+
+    def knows(self, length: int) -> bool:
+        """Whether sequences of this length can be cut: while slices are measured, those alone."""
+        return self.chosen is not None or length == self.length
+
+    def next(self, length: int) -> tuple[tuple[int, ...], bool]:
+        """(slices of the next step, whether it is measured); length: of its sequences."""
+        if self.chosen is not None:
+            self._checks.calls += 1
+            return self._best_of(length), length == self.length and self._checks.due()
+        count = self._trials[self._steps]
+        return equal_slices(self.length, self.multiple, count), self._steps > 0
+
+    def after(self, step: SliceStep) -> None:
+        """After each step; after the last trial and a check, a collective call of all ranks."""
+        if self.chosen is not None:
+            if step.timed:
+                self._check(step)
+            return
+        self._steps += 1
+        for key, seconds in step.seconds.items():
+            self._seconds[key] += seconds
+        if self._steps < len(self._trials):
+            return
+        keys = sorted(self._seconds)
+        measured = [min(self._seconds[key]) for key in keys]  # what disturbs adds to them
+        received, _ = step.shapes()
+        sent = [transfer_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
+        numbers = torch.tensor([*measured, *sent], dtype=torch.float64, device=step.device)
+        *slowest, few_s, all_s = comm_of().all_reduce(numbers, "max").tolist()
+        times = {kind: fit((length, context, s) for (k, length, context), s in
+                           zip(keys, slowest, strict=True) if k == kind)
+                 for kind in ("forward", "backward")}
+        few = self.length // received[0]  # tensor-parallel ranks may share a sequence
+        token_s = max(0.0, all_s - few_s) / max(1, self.length - few)
+        self.profile = SliceProfile(
+            length=self.length, multiple=self.multiple, stages=step.stages,
+            micro_batches=step.batches, forward=times["forward"], backward=times["backward"],
+            send_s=max(0.0, few_s - token_s * few), token_s=token_s)
+        self.chosen, best_s = self.profile.best()
+        whole_s = self.profile.pipeline((self.length,)).simulate().seconds
+        self.samples = [[length, context, s] for (kind, length, context), s in
+                        zip(keys, slowest, strict=True) if kind == "forward"]
+        if dist.get_rank() == 0:
+            logger.info("pipeline slices %s: %.3g s a step predicted, %.3g s without slices",
+                        ",".join(map(str, self.chosen)), best_s, whole_s)
+            logger.info("slice_samples with batch (moe-plugin plan --pipeline): %s", [
+                [received[1], *sizes, float(f"{s:.3g}")] for *sizes, s in self.samples])
+        self._best = {self.length: self.chosen}
+        self._seconds.clear()
+        self._checks.changed()
+
+    def _check(self, step: SliceStep) -> None:
+        mine = sum(min(seconds) for seconds in step.seconds.values())
+        [slowest] = comm_of().all_reduce(torch.tensor(
+            [mine], dtype=torch.float64, device=step.device), "max").tolist()
+        forward_s, backward_s = (slice_seconds(times, self.chosen) for times in
+                                 (self.profile.forward, self.profile.backward))
+        if slowest >= BUSY * sum((*forward_s, *backward_s)):
+            self._checks.agreed()
+            return
+        self.chosen, self._steps = None, 0
+        if dist.get_rank() == 0:
+            logger.info("pipeline slices: a step took much less than the trials said, so that they "
+                        "are repeated")
+
+    def _best_of(self, length: int) -> tuple[int, ...]:
+        # of sequences of another length than the measured ones by the times of those
+        if length not in self._best:
+            profile = dataclasses.replace(self.profile, length=length)
+            self._best[length], seconds = profile.best()
+            if dist.get_rank() == 0:
+                logger.info("sequences have %d tokens, slices were measured with %d: pipeline "
+                            "slices %s, %.3g s a step predicted", length, self.length,
+                            ",".join(map(str, self._best[length])), seconds)
+        return self._best[length]
 
 
 @register

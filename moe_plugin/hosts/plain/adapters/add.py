@@ -14,7 +14,7 @@ from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import TARGETS, ExpertRanks
 from moe_plugin.hosts.plain.adapters.files import save_adapter
 from moe_plugin.layer import MoELayer, named_layers_in
-from moe_plugin.messages import short
+from moe_plugin.utils.messages import short
 
 
 def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.layers import full_state
 from moe_plugin.comm import default_comm
 from moe_plugin.experts.lora import PLACES, ExpertRanks
 from moe_plugin.hosts.plain.adapters.merge import adapted_layers
 from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
-from moe_plugin.messages import short
-from moe_plugin.regular_files import half_of, make_folder, write_remedy
+from moe_plugin.utils import checksums
+from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import half_of, make_folder, write_remedy
 
 TENSORS = "adapter_model.safetensors"
 START = "base_model.model."  # of all names in a file, and of those in a model of peft

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_plugin import checksums
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import refused_if_unreadable
 from moe_plugin.experts.lora import PLACES, TARGETS
@@ -18,6 +17,7 @@ from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.adapters.files import START, TENSORS, PeftStack, by_pattern, stacks_of
 from moe_plugin.hosts.plain.huggingface import swapped_blocks
 from moe_plugin.layer import MoELayer
+from moe_plugin.utils import checksums
 
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:

@@ -5,11 +5,12 @@ method of a module of experts in private. One that moves is one line here.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-__all__ = ["ALL_EXPERTS_FUNCTIONS", "EPImplementation", "EPImplementationInterface", "apply_gate",
-           "has_its_own_gate", "holds_a_part", "implementation_of"]
+__all__ = ["ALL_EXPERTS_FUNCTIONS", "EPImplementation", "EPImplementationInterface",
+           "TrainerCallback", "apply_gate", "has_its_own_gate", "holds_a_part", "implementation_of"]
 
 
 def implementation_of(module: nn.Module) -> str | None:

@@ -1,0 +1,212 @@
+"""The optimizers of a model of Megatron's whose weights stream: one for each part, which a loop
+sees as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor, nn
+
+from moe_plugin.comm.host_collectives import named
+from moe_plugin.experts.base import is_expert
+from moe_plugin.hosts.megatron.compat import cpu
+from moe_plugin.hosts.megatron.compat.optimizer import counts_in_norm, is_vector
+from moe_plugin.memory.weights.segments import SegmentsOnce
+
+logger = logging.getLogger("moe_plugin.megatron")
+
+
+class StreamedOptimizer:
+    """The optimizers of a model's parts, as a loop and `FiniteSteps` see Megatron's one."""
+
+    optimizer = None  # gradients are in no memory together
+    is_stub_optimizer = False
+    grad_scaler: Any = None  # of Megatron's
+
+    def __init__(self, model: Any, micro_batches: int) -> None:
+        self.model, self.trainer, self._micro_batches = model, model.trainer, micro_batches
+        self.grad_scaler = model.scaler
+        self._segments = SegmentsOnce(self.trainer, logger)
+
+    @property
+    def kind(self) -> str:
+        """Name of their class."""
+        return next((type(block.optimizer).__name__ for block in self.trainer.blocks
+                     if block.optimizer is not None), "none")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all parts."""
+        return self.trainer.param_groups
+
+    def get_loss_scale(self) -> Tensor:
+        """Of losses; without a scaler: 1."""
+        return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `StreamedModel`, which does it: the loss."""
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `StreamedModel.zero_grad_buffer`."""
+
+    def prepare_grads(self) -> bool:
+        """Whether the step is to be skipped."""
+        return not math.isfinite(self.model.norm)
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """Clip and step: whether it did, the norm, and in the place of the number of zeros None."""
+        skip = self.prepare_grads()
+        self.trainer.update(skip)
+        if skip:
+            return False, None, None
+        self._segments(self._micro_batches)
+        return True, self.model.norm, None
+
+
+class RankGradients:
+    """Completes the gradients of a part over a peer's ranks, with the arithmetic of Megatron's
+    `DistributedDataParallel` and `finalize_model_grads`: they are divided by the data-parallel size
+    and summed over the ranks that store the parameter; those of parameters that tensor-parallel
+    ranks use with different tokens are summed over them, too. Megatron's groups must be there.
+    """
+
+    def __init__(self) -> None:
+        self.size = ps.get_data_parallel_world_size(with_context_parallel=True)
+        self.tensor = ps.get_tensor_model_parallel_group()
+        self.data = {True: ps.get_expert_data_parallel_group(),
+                     False: ps.get_data_parallel_group(with_context_parallel=True)}
+
+    @staticmethod
+    def mark(part: nn.Module) -> None:
+        """Mark the parameters of a part whose gradients tensor-parallel ranks sum."""
+        for name, p in part.named_parameters():
+            p.sum_over_tensor_ranks = part.config.sequence_parallel and getattr(
+                p, "sequence_parallel", False) or part.config.qk_layernorm and (
+                    "q_layernorm" in name or "k_layernorm" in name)
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Collective."""
+        trained = [p for p in parameters if p.requires_grad]
+        for p in trained:
+            if p.grad is None:  # the other ranks may have one
+                p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+        for expert, group in self.data.items():
+            found = [p.grad for p in trained if is_expert(p) == expert]
+            if self.size > 1:
+                for gradient in found:
+                    gradient.mul_(1 / self.size)
+            _sum(found, group)
+        _sum([p.grad for p in trained if p.sum_over_tensor_ranks], self.tensor)
+
+
+def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    if gradients and group.size() > 1:
+        flat_N = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        with named("all_reduce of gradients", group):
+            dist.all_reduce(flat_N, group=group)
+        for gradient, part_N in zip(gradients, flat_N.split([g.numel() for g in gradients]),
+                                    strict=True):
+            gradient.copy_(part_N.view_as(gradient))
+
+
+class StreamedNorm:
+    """The bits of Megatron's own clipping, without Apex and Transformer Engine: a
+    `memory.weights.streamed.Clip`.
+
+    Megatron takes the norm of the tensors' norms, of dense parameters and of experts apart, in the
+    order of the optimizer: matrices of the whole model, then vectors; then over the ranks that
+    have different ones.
+
+    Args:
+        max_norm: of all gradients; 0: they are not clipped.
+        scaler: of the loss, by whose scale gradients are divided; None: nothing scales it.
+        ranks: complete the gradients first; None: there is one.
+    """
+
+    def __init__(self, max_norm: float, scaler: Any = None,
+                 ranks: RankGradients | None = None) -> None:
+        self.max_norm, self.scaler, self.ranks, self._factor = max_norm, scaler, ranks, 1.0
+        self.groups = {} if ranks is None else {
+            True: ps.get_expert_tensor_model_pipeline_parallel_group(),
+            False: ps.get_model_parallel_group()}
+        self._norms: dict[tuple[bool, bool, int], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the gradients of a part; place: its number."""
+        if self.ranks is not None:
+            self.ranks(parameters)
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            if self.scaler is not None:
+                parameter.grad.mul_(self.scaler.inv_scale)
+            norms = self._norms.setdefault((is_expert(parameter), is_vector(parameter), place), [])
+            if counts_in_norm(parameter):
+                norms.append(torch.norm(parameter.grad))
+
+    def norm(self) -> Tensor:
+        """The norm of all that was taken since the last call, 0-dim float64. Collective."""
+        kinds = [self._norm_of(expert) for expert in (False, True)]
+        kinds = [norm for norm in kinds if norm is not None]
+        total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
+        self._factor = self.max_norm / (total + 1e-6) if self.max_norm > 0 else 1.0
+        self.forget()
+        return torch.tensor(total, dtype=torch.float64)
+
+    def _norm_of(self, expert: bool) -> float | None:
+        keys = sorted(key for key in self._norms if key[0] == expert)
+        if not keys:
+            return None
+        norms = [float(norm) for key in keys for norm in self._norms[key]]
+        squared = torch.norm(torch.tensor(norms, dtype=torch.float32))**2.0
+        if (group := self.groups.get(expert)) is not None and group.size() > 1:
+            squared = squared.to(device_of_parts())
+            with named("all_reduce of the gradient norm", group):
+                dist.all_reduce(squared, group=group)
+        return float(squared)**0.5
+
+    def scale(self, gradients: Sequence[Tensor]) -> None:
+        """Make them smaller where the norm is above its bound."""
+        if self._factor < 1:
+            for gradient in gradients:
+                gradient.mul_(self._factor)
+
+    def forget(self) -> None:
+        """Drop what was taken."""
+        self._norms = {}
+
+
+def device_of_parts() -> torch.device:
+    """The device that computes."""
+    if torch.cuda.is_available() and not cpu.enabled():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
+                    ) -> torch.optim.Optimizer:
+    """Torch's, as Megatron uses it, with its names in the groups; vectors have no weight decay."""
+    kinds = [(1.0, [p for p in params if not is_vector(p)]),
+             (0.0, [p for p in params if is_vector(p)])]
+    groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,
+               "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
+              for times, chosen in kinds if chosen]
+    make: Callable[..., torch.optim.Optimizer] = functools.partial(
+        torch.optim.SGD, momentum=args.sgd_momentum)
+    if args.optimizer == "adam":
+        coupled = not getattr(args, "decoupled_weight_decay", True)
+        make = functools.partial(
+            torch.optim.Adam if coupled else torch.optim.AdamW, eps=getattr(args, "adam_eps", 1e-8),
+            betas=(args.adam_beta1, args.adam_beta2), fused=args.moe_fused_adam or None)
+    return make(groups, lr=args.lr)

@@ -1,8 +1,0 @@
-"""Pipelines of peers that differ in speed, come and go (SWARM)."""
-
-from moe_plugin.resilience.swarm.journeys import JoinedTrainer
-from moe_plugin.resilience.swarm.peer import StagePeer
-from moe_plugin.resilience.swarm.stage import make_stage
-from moe_plugin.resilience.swarm.trainer import Swarm, SwarmStep
-
-__all__ = ["JoinedTrainer", "StagePeer", "Swarm", "SwarmStep", "make_stage"]

@@ -1,0 +1,126 @@
+"""Norm and scaling of many tensors at once: by apex where it fits (`fused`), else by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_plugin.training.gradients import fused
+from moe_plugin.training.gradients.part_gradients import plain
+from moe_plugin.utils.dtensors import is_sharded
+
+# what apex has kernels for in every release
+APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
+
+
+@torch.no_grad()
+def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
+                 copies: Sequence[int] | None = None) -> Tensor:
+    """Sum of the squares of all elements: 0-dim, float64; norms of tensors are taken in float32
+    (float64 of float64 tensors).
+
+    A NaN or Inf in any tensor makes it NaN or Inf. No wait for the device.
+
+    Args:
+        tensors: of any shapes, floating dtypes and devices; none gives 0. Of a DTensor this
+            rank's part counts.
+        device: of the result; None: that of the first tensor.
+        copies: number of ranks that have the same tensor, by which its squares are divided;
+            None: 1 for all.
+    """
+    norms = SquaredNorm()
+    norms.add(0, tensors, copies)
+    return norms.total(device or (tensors[0].device if tensors else torch.device("cpu")))
+
+
+class SquaredNorm:
+    """`squared_norm` of tensors that are not there at the same time: the same bits, but on a GPU
+    with apex, which takes norms of several tensors at once.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[tuple[int, tuple[torch.device, torch.dtype], Tensor]]] = {}
+
+    @torch.no_grad()
+    def add(self, place: int, tensors: Sequence[Tensor], copies: Sequence[int] | None = None
+            ) -> None:
+        """Take a part of the tensors.
+
+        Args:
+            place: of the part among the others, which may come in any order.
+            tensors, copies: see `squared_norm`.
+        """
+        copies = [1] * len(tensors) if copies is None else copies
+        part = self._parts[place] = []
+        for count in sorted(set(copies)):
+            chosen = [x for x, n in zip(tensors, copies, strict=True) if n == count]
+            part += [(count, (group[0].device, group[0].dtype), _norms(group))
+                     for group in _by_device_and_dtype(chosen)]
+
+    @torch.no_grad()
+    def total(self, device: torch.device) -> Tensor:
+        """See `squared_norm`; 0-dim, float64 on this device."""
+        alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
+        for place in sorted(self._parts):
+            for count, kind, norms_N in self._parts[place]:
+                alike.setdefault(count, {}).setdefault(kind, []).append(norms_N)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for count in sorted(alike):
+            for norms in alike[count].values():
+                total += torch.cat(norms).double().square().sum().to(device) / count
+        return total
+
+
+def _norms(group: list[Tensor]) -> Tensor:
+    """Norms [n] of tensors of one device and dtype, or one norm [1] of all."""
+    if (norm_op := _apex(fused.L2_NORM, group)) is not None:
+        return norm_op([group], False)[0].reshape(-1)
+    precision = torch.promote_types(group[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(group, 2, dtype=precision))
+
+
+@torch.no_grad()
+def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors in place.
+
+    Args:
+        tensors: of any shapes, floating dtypes and devices, DTensors among them.
+        factor: a number, or 0-dim; apex is used for numbers only, because it would wait for a
+            tensor's value.
+    """
+    for group in _by_device_and_dtype(tensors):
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(group, factor.to(group[0].device))
+        elif (scale_op := _apex(fused.SCALE, group)) is not None:
+            scale_op([group, group], factor)
+        else:
+            torch._foreach_mul_(group, factor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor or `PartGradient`; any other tensor itself."""
+    return tensor.to_local() if is_sharded(tensor) else plain(tensor)
+
+
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in map(local, tensors):
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from groups.values()
+
+
+def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
+    """apex's function over lists of these tensors, or None where it does not take them."""
+    first = group[0]
+    if first.device.type not in APEX_DEVICES or first.dtype not in APEX_DTYPES or not all(
+            tensor.layout == torch.strided and tensor.is_contiguous() for tensor in group):
+        return None
+    operation, applier = fused.apex(name).value, fused.apex(fused.APPLIER).value
+    if operation is None or applier is None:
+        return None
+    overflow = torch.zeros(1, dtype=torch.int, device=first.device)  # apex reports there, unread
+    return lambda lists, *arguments: applier(operation, overflow, lists, *arguments)

@@ -1,0 +1,186 @@
+"""Gradients of which every rank has a part, as torch's own functions take them.
+
+`torch.nn.utils.clip_grad_norm_`, and so Lightning, Accelerate and transformers' Trainer, take the
+norm of the gradients that a rank has. Of experts each rank has others: without more, every rank
+would scale by a norm of its own, and what all ranks hold alike would drift apart. So these
+gradients are `PartGradient`s: their norm is that of the parts of all ranks, and a number that is
+not finite on one rank is found on all (`torch.amp.GradScaler`). All other operations see tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.experts.optimizers import watch_optimizers
+from moe_plugin.utils.dtensors import is_sharded
+
+
+class PartGradient(Tensor):
+    """A gradient of which other ranks have other parts.
+
+    Norms by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`) and the check of
+    `GradScaler` are collective over `comm`: all its ranks call them in the same order. Results of
+    all other functions are plain tensors.
+
+    Attributes:
+        comm: the ranks that have the parts.
+    """
+
+    comm: Comm
+
+    @classmethod
+    def of(cls, gradient: Tensor, comm: Comm) -> PartGradient:
+        """The same memory."""
+        made = gradient.as_subclass(cls)
+        made.comm = comm
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Iterable[type],
+                           args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _OVER_RANKS.get(function, _apart)(function, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartGradient:
+        return PartGradient.of(plain(self).clone(), self.comm)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)  # a group cannot be pickled
+
+
+def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
+    """From now on, the gradients of these parameters are `PartGradient`s over `comm`, and
+    `torch.optim.LBFGS`, which takes products over all parameters, refuses to step them.
+    """
+    watch_optimizers()
+    for parameter in parameters:
+        parameter.part_comm = comm  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(mark_gradient)
+
+
+def mark_gradient(parameter: Tensor) -> None:
+    """Make a parameter's gradient a `PartGradient` where other ranks have other parts of it."""
+    comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
+    if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
+        parameter.grad = PartGradient.of(gradient, comm)
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """A gradient whose norm is that of this rank's part."""
+    return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
+
+
+def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Any other function. DTensors of one list go by themselves: torch does not mix them."""
+    lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
+    if not lists or "_foreach" not in getattr(function, "__name__", ""):
+        return function(*args, **kwargs)
+    sharded = [is_sharded(x) for x in args[lists[0]]]
+    if not any(sharded) or all(sharded):
+        return function(*args, **kwargs)
+    done: list[Any] = [None] * len(sharded)
+    for kind in (True, False):
+        chosen = [number for number, x in enumerate(sharded) if x is kind]
+        some = [[arg[number] for number in chosen] if index in lists else arg
+                for index, arg in enumerate(args)]
+        results = function(*some, **kwargs)
+        for number, result in zip(chosen, results or (), strict=False):
+            done[number] = result
+    return tuple(done)
+
+
+def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`torch.linalg.vector_norm` of one gradient."""
+    options = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
+    norm, x = function(*args, **kwargs), options["x"]
+    if not isinstance(x, PartGradient) or options.get("dim") is not None:
+        return norm
+    return PartNorm.of(norm, options.get("ord", 2), x.comm)
+
+
+def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`torch._foreach_norm`."""
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
+    return tuple(PartNorm.of(norm, order, x.comm) if isinstance(x, PartGradient) else norm
+                 for norm, x in zip(_apart(function, args, kwargs), args[0], strict=True))
+
+
+def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`torch._amp_foreach_non_finite_check_and_unscale_`: found on one rank, found on all."""
+    gradients, found_inf = args[:2]
+    _apart(function, args, kwargs)
+    groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}
+    for comm in groups.values():
+        found_inf.copy_(comm.all_reduce(found_inf, "max"))
+
+
+def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
+    """The norms of whole tensors from those of this rank's parts, 0-dim, in their dtypes.
+
+    order: p of the norm (sum |x|^p)^(1/p); also 0 and infinite ones. Collective over `comm`.
+    """
+    mine = torch.stack([norm.to(torch.float64) for norm in norms])
+    order = float(order)
+    if math.isinf(order):
+        sign = 1 if order > 0 else -1
+        lost = comm.all_reduce(mine.isnan().double(), "max") > 0  # a maximum may leave a NaN out
+        whole = (sign * comm.all_reduce(sign * mine, "max")).masked_fill(lost, math.nan)
+    elif order == 0:
+        whole = comm.all_reduce(mine)
+    else:
+        whole = comm.all_reduce(mine.pow(order)).pow(1 / order)
+    return [each.to(norm.dtype) for each, norm in zip(whole.unbind(), norms, strict=True)]
+
+
+class PartNorm(Tensor):
+    """The norm of this rank's part of a gradient, until something is computed of it: then it is the
+    norm over all ranks. So those of all parameters, which torch stacks, take one collective.
+    """
+
+    comm: Comm
+    order: float
+
+    @classmethod
+    def of(cls, norm: Tensor, order: float, comm: Comm) -> PartNorm:
+        """The same memory."""
+        made = norm.as_subclass(cls)
+        made.comm, made.order = comm, float(order)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Iterable[type],
+                           args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is Tensor.to:  # on its way to `stack`, torch moves it to a device
+                return cls.of(function(*args, **(kwargs or {})), args[0].order, args[0].comm)
+            known = [_over_ranks(arg) if isinstance(arg, (list, tuple)) else _over_ranks([arg])[0]
+                     for arg in args]
+            return function(*known, **(kwargs or {}))
+
+
+def _over_ranks(values: Sequence[Any]) -> list[Any]:
+    """The same values, but norms over all ranks: one collective for all of a group and order."""
+    known = [value.full_tensor() if is_sharded(value) else value for value in values]
+    alike: dict[tuple[str, float], list[int]] = {}
+    for number, value in enumerate(values):
+        if isinstance(value, PartNorm):
+            alike.setdefault((value.comm.name, value.order), []).append(number)
+    for (_, order), numbers in alike.items():
+        norms = [known[number].as_subclass(Tensor) for number in numbers]
+        whole = norm_over_ranks(norms, order, values[numbers[0]].comm)
+        for number, norm in zip(numbers, whole, strict=True):
+            known[number] = norm
+    return known
+
+
+_OVER_RANKS: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _norm, torch._foreach_norm: _norms,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale}

@@ -1,0 +1,164 @@
+"""Parts of parameters: what one rank's optimizer updates where optimizer state is sharded.
+
+An optimizer sees plain tensors, so that any element-wise one works. A part is a piece along the
+first axis that shares its storage with the parameter: with the rank's shard of a DTensor, or with
+1/size of a whole parameter, flattened. Pieces are as long as `torch.chunk` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.experts.base import is_expert, mark_expert
+from moe_plugin.training.gradients.multi_tensor import local as local_part
+from moe_plugin.training.gradients.replicas import (
+    BUCKET_BYTES,
+    in_buckets,
+    mark_replicas,
+    replicas_of,
+)
+from moe_plugin.utils.dtensors import is_sharded
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter and the part of it that this rank updates.
+
+    Attributes:
+        parameter: the model's.
+        local: what the optimizer gets; `parameter` itself where this rank updates all of it.
+        shape: in which the whole parameter was cut along its first axis.
+        comm: the ranks that update the other parts; None: there are none.
+        stays: whether no other rank stores this part; `parameter` is a DTensor then.
+    """
+
+    parameter: nn.Parameter
+    local: nn.Parameter
+    shape: torch.Size
+    comm: Comm | None
+    stays: bool = False
+
+    def take_gradient(self) -> None:
+        """Move the parameter's gradient, which is reduced, to `local`; zero where there is none."""
+        if self.local is self.parameter:
+            return
+        gradient = self.parameter.grad
+        if gradient is not None and self.stays:
+            self.local.grad, self.parameter.grad = local_part(gradient), None
+        elif gradient is not None:
+            self.local.grad = self.cut(gradient)
+        elif self.local.grad is None:
+            self.local.grad = torch.zeros_like(self.local)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the parameter's shape; a view where it can be."""
+        if self.comm is None:
+            return whole
+        return piece(whole.reshape(self.shape), self.comm)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """A tensor of the parameter's shape from all ranks' parts; collective.
+
+        Anything that does not have the shape of `local`, a count of steps for example, stays as it
+        is.
+        """
+        if self.comm is None or part.shape != self.local.shape:
+            return part
+        padded = _padded(part, self.shape, self.comm)
+        return self.comm.all_gather(padded)[:self.shape[0]].view(self.parameter.shape)
+
+
+def piece(whole: Tensor, comm: Comm) -> Tensor:
+    """This rank's piece of a tensor along its first axis; the last ones may be shorter, or empty.
+    """
+    rows = -(-whole.shape[0] // comm.size)
+    first = min(comm.rank * rows, whole.shape[0])
+    return whole[first:min(first + rows, whole.shape[0])]
+
+
+def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
+    """Parts of an FSDP2 model's parameters: its DTensors' shards; others are this rank's alone.
+
+    comm: the ranks over which DTensors are sharded along their first axis.
+    """
+    return [
+        Part(p, _stand_in(p, p.detach().to_local()), p.shape, comm, stays=True)
+        if is_sharded(p) else Part(p, p, p.shape, None) for p in parameters
+    ]
+
+
+def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None) -> list[Part]:
+    """Parts of parameters that are stored whole (ZeRO stage 1).
+
+    Args:
+        parameters: contiguous.
+        comm: the ranks that store the dense ones.
+        replicas: the ranks that store the same experts; None: no other.
+    """
+    found = []
+    for parameter in parameters:
+        ranks = replicas if is_expert(parameter) else comm
+        if ranks is None:
+            found.append(Part(parameter, parameter, parameter.shape, None))
+        else:
+            flat_N = parameter.detach().view(-1)
+            found.append(Part(parameter, _stand_in(parameter, piece(flat_N, ranks)), flat_N.shape,
+                              ranks))
+    return found
+
+
+def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
+    local = nn.Parameter(storage, requires_grad=parameter.requires_grad)
+    return mark_expert(local) if is_expert(parameter) else local
+
+
+def publish(parts: Iterable[Part]) -> None:
+    """Give all ranks the parts that each of them has updated; collective, in buckets.
+
+    Shards of DTensors stay where they are.
+    """
+    by_comm: dict[int, tuple[Comm, list[Part]]] = {}
+    for part in parts:
+        if part.comm is not None and not part.stays:
+            by_comm.setdefault(id(part.comm), (part.comm, []))[1].append(part)
+    for comm, sharing in by_comm.values():
+        owners = {id(part.parameter): part for part in sharing}
+        for bucket in in_buckets((part.parameter for part in sharing), BUCKET_BYTES):
+            _publish([owners[id(parameter)] for parameter in bucket], comm)
+
+
+@torch.no_grad()
+def _publish(parts: list[Part], comm: Comm) -> None:
+    padded = [_padded(part.local.detach(), part.shape, comm) for part in parts]
+    all_WN = comm.all_gather(torch.cat(padded)).view(comm.size, -1)
+    for part, each_WN in zip(parts, all_WN.split([len(x) for x in padded], dim=1), strict=True):
+        values_N = each_WN.reshape(-1)[:part.parameter.numel()]
+        part.parameter.copy_(values_N.view_as(part.parameter))
+
+
+def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
+    rows = -(-shape[0] // comm.size)
+    if part.shape[0] == rows:
+        return part.contiguous()
+    padded = part.new_zeros(rows, *part.shape[1:])
+    padded[:part.shape[0]] = part
+    return padded
+
+
+def count_once(parts: Iterable[Part], ranks: int) -> None:
+    """Mark what each rank's optimizer gets with the number of ranks that have the same.
+
+    ranks: all data-parallel ranks.
+    """
+    for part in parts:
+        if part.comm is not None:
+            mark_replicas(part.local, 1)
+        elif not is_expert(part.local):
+            mark_replicas(part.local, ranks)
+        else:
+            mark_replicas(part.local, replicas_of(part.parameter))

@@ -1,0 +1,234 @@
+"""Parameters that several ranks store alike: their gradients averaged in buckets, behind backward.
+
+A bucket is one all-reduce. It starts as soon as all its gradients are there, while backward
+computes those of earlier layers; buckets start in the same order on all ranks. Averaging what is
+averaged already changes nothing, so that a gradient may be reduced after every backward pass that
+adds to it, or once after the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.training.gradients.part_gradients import mark_gradient
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def mark_replicas(parameter: Tensor, ranks: int) -> None:
+    """Mark an expert parameter with the number of ranks that store it."""
+    parameter.expert_replicas = ranks  # type: ignore[attr-defined]
+
+
+def replicas_of(parameter: Tensor) -> int:
+    """Number of ranks that store this expert parameter; 1 where it carries no mark."""
+    return getattr(parameter, "expert_replicas", 1)
+
+
+class _Groups:
+    """The groups that `replica_comm` made for each owner that still exists, by their ranks."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Comm | None]] = (
+            weakref.WeakKeyDictionary())
+
+
+def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
+    """A separate group of the ranks that store the same experts as this one; None: no other does.
+
+    Collective: all ranks of `world` call it.
+
+    Args:
+        experts: the expert-parallel group of this rank; a group of one: every rank has all experts.
+        world: all data-parallel ranks.
+        owner: the object that uses the group. A later call for the same owner and ranks returns the
+            same group, so that a run whose expert-parallel size changes often does not run out of
+            connections. Optional. Without an owner, every call makes a new group.
+    Raises:
+        ValueError: the expert-parallel groups do not make up the world.
+    """
+    if world.size == 1:
+        return None
+    place = torch.tensor([experts.rank, experts.size], dtype=torch.int64, device=world.device)
+    places = world.all_gather(place).view(-1, 2).tolist()
+    alike = [rank for rank, other in enumerate(places) if other == places[world.rank]]
+    if len(alike) * experts.size != world.size:
+        raise ValueError(
+            f"expert group of {experts.size} times {len(alike)} replicas is not the world of "
+            f"{world.size} ranks; every rank must be in one expert group, all of one size")
+    if len(alike) == 1:
+        return None
+    if owner is None:
+        return world.subgroup(alike)
+    known = world.state.get(_Groups).of.setdefault(owner, {})
+    if tuple(alike) not in known:
+        known[tuple(alike)] = world.subgroup(alike)
+    return known[tuple(alike)]
+
+
+class Bucket:
+    """Parameters of one dtype and device whose gradients travel together.
+
+    Attributes: `touched`: a gradient changed since the last `finish`. `started`: the sum is on its
+    way.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters, self.touched = parameters, False
+        self._passes: dict[nn.Parameter, int] = {}
+        self._stale = False
+        self._wait: Callable[[], Tensor] | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._wait is not None
+
+    def ready(self, passes: int) -> bool:
+        """Whether `passes` backward passes have added to every gradient."""
+        return all(self._passes.get(parameter, 0) >= passes for parameter in self.parameters)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """A backward pass has added to this parameter's gradient."""
+        self._passes[parameter] = self._passes.get(parameter, 0) + 1
+        self.touched, self._stale = True, self.started
+
+    @torch.no_grad()
+    def start(self, comm: Comm) -> None:
+        """Begin the average over the ranks of `comm`; a missing gradient is zero."""
+        flat_N = torch.cat([
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for p in self.parameters
+        ])
+        self._wait = comm.collectives.start_all_reduce(comm, flat_N.div_(comm.size))
+        self._stale = False
+
+    @torch.no_grad()
+    def finish(self, comm: Comm) -> None:
+        """Wait for the average and make it the parameters' gradients."""
+        if self._wait is not None and self._stale:  # added to after the start, on all ranks alike
+            self._wait()
+            self.start(comm)
+        if self._wait is not None:
+            parts = self._wait().split([p.numel() for p in self.parameters])
+            for parameter, part_N in zip(self.parameters, parts, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = part_N.view_as(parameter).clone()
+                    mark_gradient(parameter)
+                else:
+                    parameter.grad.copy_(part_N.view_as(parameter))
+        self._reset()
+
+    def forget(self) -> None:
+        """A backward pass failed: what it added is to change nothing. Waits for an average that has
+        been started, which the other ranks of its group compute, too.
+        """
+        if self._wait is not None:
+            self._wait()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._wait, self.touched, self._stale = None, False, False
+        self._passes.clear()
+
+
+def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Parameters of one dtype and device in lists of at most `size` bytes (or one parameter), in
+    their order.
+    """
+    made: list[list[nn.Parameter]] = []
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        bytes_ = parameter.numel() * parameter.element_size()
+        bucket, filled = open_.get(kind, ([], size))
+        if filled + bytes_ > size:
+            bucket, filled = [], 0
+            made.append(bucket)
+        bucket.append(parameter)
+        open_[kind] = (bucket, filled + bytes_)
+    return made
+
+
+class ReplicaReducer:
+    """Averages gradients over the ranks that store the same parameters, behind backward.
+
+    Args:
+        parameters: in the order of the forward pass, the same on all ranks of `comm`.
+        comm: those ranks; no other collective may use the group.
+        bucket_bytes: of gradients in one all-reduce.
+        at_end_of_backward: gradients are complete when `backward` returns; else when `finish` does.
+
+    Attributes: `passes`: backward passes before an optimizer step. Buckets start in the last one.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
+                 bucket_bytes: int = BUCKET_BYTES, at_end_of_backward: bool = True) -> None:
+        self.comm, self.passes = comm, 1
+        # the last backward pass that is to call `finish`: one that failed has not, and never will
+        self._at_end, self._queued = at_end_of_backward, -1
+        # autograd keeps a callback until its pass ends, or fails
+        self._open: weakref.WeakSet[functools.partial[None]] = weakref.WeakSet()
+        # backward reaches the last layer first
+        self._buckets = [Bucket(each)
+                         for each in in_buckets(reversed(list(parameters)), bucket_bytes)]
+        self._next = 0
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+
+    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        def added(parameter: Tensor) -> None:
+            here = torch._C._current_graph_task_id()
+            if self._at_end and self._queued != here:
+                self._begin(here)
+            bucket.add(parameter)  # type: ignore[arg-type]
+            self._start_ready()
+
+        return added
+
+    def _begin(self, task: int) -> None:
+        """Let the backward pass `task` call `finish`. (Reentrant passes run inside of others, which
+        are still open then.)
+        """
+        if self._queued != -1 and not self._open:
+            self.forget()
+        self._queued, begun = task, functools.partial(self.finish)
+        self._open.add(begun)
+        torch.autograd.Variable._execution_engine.queue_callback(begun)
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].ready(self.passes):
+            self._buckets[self._next].start(self.comm)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Complete all gradients that were added to since the last call.
+
+        Collective where backward passes were. A parameter that has no gradient in one of these
+        buckets gets the average of the others', zero where none has one.
+        """
+        self._queued = -1
+        for bucket in self._touched():
+            if not bucket.started:
+                bucket.start(self.comm)
+        for bucket in self._touched():
+            bucket.finish(self.comm)
+        self._next = 0
+
+    def forget(self) -> None:
+        """A backward pass failed, on all ranks alike: what it has added is dropped, and no later
+        one gets its averages. Where `finish` runs at the end of backward, the next backward pass
+        calls this. Collective.
+        """
+        for bucket in self._buckets:
+            bucket.forget()
+        self._next, self._queued = 0, -1
+
+    def _touched(self) -> Iterator[Bucket]:
+        return (bucket for bucket in self._buckets if bucket.touched)

@@ -1,0 +1,85 @@
+"""A run whose expert-parallel size changes between two steps (`resize.expert_parallel_at`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_plugin.checkpoint.resize import check_sizes
+from moe_plugin.comm.base import Comm
+from moe_plugin.config import RunConfig
+from moe_plugin.observe.history.records import ResizeRecord
+from moe_plugin.observe.sinks import JsonlSink
+from moe_plugin.utils.machine import wait_for_device
+from moe_plugin.utils.run_feature import RunFeature, StepInput
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertParallelSteps(RunFeature):
+    """Gives a run the expert-parallel size of each step before it begins, the first step after a
+    checkpoint included, which any size may have written.
+
+    Args:
+        config: `resize`, the sizes; `observe.jsonl`, where a record of each change goes.
+        size: of the run as it was built, which steps before the first change have.
+        change: makes the size that of groups, layers, optimizer and reduction of gradients. Calls
+            `checkpoint.resize.change_expert_parallel`; collective.
+        world: data-parallel ranks; its rank 0 writes.
+        host: what trains.
+    """
+
+    def __init__(self, config: RunConfig, size: int, change: Callable[[int], None], world: Comm,
+                 host: str) -> None:
+        self.resize, self.jsonl = config.resize, config.observe.jsonl
+        self.built = self.size = size
+        self.change, self.world, self.host = change, world, host
+
+    def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
+        """Before anything of the step."""
+        wanted = self.resize.size_at(step.number, self.built)
+        if wanted != self.size:
+            self._change(step.number, wanted)
+        return nullcontext()
+
+    def _change(self, number: int, wanted: int) -> None:
+        world, begun, sent = self.world, time.perf_counter(), self.world.bytes_sent
+        self.change(wanted)
+        wait_for_device(world.device)
+        own = world.bytes_sent - sent
+        seconds = world.agree_max([time.perf_counter() - begun])[0]
+        sent_1 = torch.tensor([own], dtype=torch.int64, device=world.device)
+        record = ResizeRecord(step=number, host=self.host, before=self.size, after=wanted,
+                              bytes=int(world.all_reduce(sent_1)), seconds=seconds)
+        self.size = wanted
+        if world.rank:
+            return
+        logger.info("%s", record.line())
+        if self.jsonl is not None:
+            sink = JsonlSink(self.jsonl)
+            sink.write(record.as_row())
+            sink.close()
+
+
+def expert_parallel_steps(config: RunConfig, models: Iterable[nn.Module], size: int,
+                          change: Callable[[int], None], world: Comm,
+                          host: str) -> ExpertParallelSteps | None:
+    """What changes a run's expert-parallel size, if its settings ask for it; see
+    `ExpertParallelSteps`.
+
+    Args:
+        models: this rank's parts of the model.
+    Raises:
+        ValueError: a size that does not fit the ranks or a layer; it names the setting.
+    """
+    if not config.resize.expert_parallel_at:
+        return None
+    for model in models:
+        check_sizes(model, config.resize.expert_parallel_at, world.size)
+    return ExpertParallelSteps(config, size, change, world, host)

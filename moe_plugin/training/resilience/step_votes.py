@@ -1,0 +1,284 @@
+"""Votes on the gradients of a run's steps, in every host: see `resilience.vote`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.comm import Comm, LocalComm
+from moe_plugin.comm.host_collectives import gather_objects
+from moe_plugin.config import GuardConfig
+from moe_plugin.dispatch.rows_limit import most_of, needed_of, settle
+from moe_plugin.layer import layers_in
+from moe_plugin.planner.vote_assignments import assign
+from moe_plugin.training.gradients.replicas import replica_comm
+from moe_plugin.training.resilience.overflow import StepStart, limits_of
+from moe_plugin.training.resilience.twins import alike
+from moe_plugin.training.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
+from moe_plugin.utils.run_feature import RunFeature, StepInput
+
+# torchft's count of steps: replicas that made one together, and those that start, by their progress
+LIVING = 1 << 60
+IN_A_QUORUM = 1 << 32  # steps between two changes of who lives
+_EVERY_S = 0.1  # a lighthouse that does not answer is asked again
+
+
+def retries(wait_s: float) -> int:
+    """How often torchft asks a lighthouse that is away for so long, beyond the first time."""
+    return max(0, round(wait_s / _EVERY_S) - 1)
+
+
+class Quorums:
+    """In the place of the client by which torchft asks who lives: numbers quorums.
+
+    A lighthouse counts its quorums from 1 on, again where it was started again. torchft takes a
+    number that did not change for a quorum that did not, and finds the other replicas under it in
+    a store, where those of an earlier quorum left theirs. Numbers from here do not come again; the
+    members of a quorum all compute the same.
+
+    Args:
+        client: torchft's.
+
+    Attributes:
+        least_count: of a step that the present quorum makes: more than what any replica counted in
+            an earlier one.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._met, self._number, self.least_count = client, (), -1, 0
+
+    def _quorum(self, **asked: Any) -> Any:
+        found = self._client._quorum(**asked)
+        met = (found.quorum_id, *sorted(found.replica_ids))
+        # to heal in the quorum that this replica was in: it is one of a new lighthouse, of which
+        # the others have been in another one meanwhile
+        if met != self._met or found.heal:
+            self._met = met
+            place = blake2b(repr((met, found.max_step)).encode(), digest_size=7).digest()
+            self._number = int.from_bytes(place, "big")
+            before = (max(found.max_step, LIVING) - LIVING) // IN_A_QUORUM
+            self.least_count = LIVING + max(before + 1, found.quorum_id) * IN_A_QUORUM
+        found.quorum_id = self._number
+        return found
+
+    def should_commit(self, *args: Any, **kwargs: Any) -> bool:
+        """See torchft."""
+        return self._client.should_commit(*args, **kwargs)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FileBatch:
+    """A micro-batch of this rank in a step with votes.
+
+    Attributes:
+        batch: as the host gave it; None fills a short step.
+        begins: it is its file's first.
+        counts: in the log, on the first of the file's workers.
+    """
+
+    batch: Any
+    begins: bool
+    counts: bool
+
+
+class StepVotes(RunFeature):
+    """Votes in the steps of a run. The micro-batches that all ranks would have had are the files,
+    by turns; each worker computes those of its own files. The host says where a file begins.
+
+    Made by all ranks; collective.
+
+    Args:
+        ballots: of the ranks that store what this one does.
+        models: their parameters that train, the same on these ranks, get the gradients.
+        gradient_of: a parameter's gradient; None: it has none.
+        start: what keeps random generators, made with no models.
+        group: the process group of the ranks.
+
+    Attributes:
+        running: whether a step is being computed.
+        dealt: this rank's micro-batches of the step.
+    """
+
+    reduces = True
+
+    def __init__(self, ballots: Ballots, models: Sequence[nn.Module],
+                 gradient_of: Callable[[nn.Parameter], Tensor | None] = lambda p: p.grad,
+                 start: Callable[[list[nn.Module]], StepStart] = StepStart,
+                 group: Any = None) -> None:
+        self.ballots, self.gradient_of, self.start = ballots, gradient_of, start
+        self.group = group
+        self.parameters, self.shared = shared_first(
+            p for model in models for p in model.parameters())
+        self._ranks_KW = _ranks_of_workers(ballots)
+        self.layers = layers_in(*models)
+        self.limits = limits_of(models)
+        self.running, self.step = False, 0
+        self.dealt: list[FileBatch] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        self._began: StepStart | None = None
+        self._answers: list[Tensor] = []
+        self._needed: list[Tensor] = []  # of each file, see `rows_overflowed`
+
+    @contextmanager
+    def around_step(self, step: StepInput) -> Iterator[None]:
+        """Twins compute alike inside."""
+        self.step = step.number
+        with alike(self.layers):
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+
+    def batches(self, own: list[Any]) -> list[Any]:
+        """The micro-batches of this rank's files. Collective."""
+        every = gather_objects(own, "the batches of a step", self.group)
+        return self.deal([each for turn in itertools.zip_longest(*every) for each in turn])
+
+    def deal(self, in_turn: list[Any]) -> list[Any]:
+        """The micro-batches of this rank's files, of those of all ranks by turns."""
+        me, self.dealt = self.ballots.comm.rank, []
+        place, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
+        step = self.ballots.assignment.count * ranks
+        for file in self.ballots.files:
+            speaks = self.ballots.assignment.workers_of[file][0] == me
+            # a worker's ranks have what the ranks of one would have had without votes
+            mine = in_turn[file * ranks + place::step]
+            most = max(1, len(in_turn[file * ranks::step]))
+            for i, batch in enumerate([*mine, *[None] * (most - len(mine))]):
+                empty = batch is None or (isinstance(batch, list | dict) and not batch)
+                self.dealt.append(FileBatch(batch, i == 0, speaks and not empty))
+        return [each.batch for each in self.dealt]
+
+    def files_dealt(self) -> list[list[Any]]:
+        """The same by file."""
+        found: list[list[Any]] = []
+        for each in self.dealt:
+            found += [[]] if each.begins else []
+            found[-1].append(each.batch)
+        return found
+
+    def before_passes(self) -> Callable[[], None]:
+        """Passes that are repeated give their answers again."""
+        self._restart()
+        return self._restart
+
+    def begin_file(self) -> None:
+        """This rank's next file begins; gradients are zero, or the file's before it."""
+        if self._began is None:
+            self._began = self.start([])  # the host has just set the seed of this step
+        else:
+            self._keep()
+            self._began.restore()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        gradients = [self.gradient_of(p) for p in self.parameters]
+        self._answers.append(flat_gradients(self.parameters, gradients))
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.zero_()
+        self._needed.append(needed_of(self.limits, self.ballots.comm.device))
+        for limit in self.limits:
+            limit.forget()
+
+    def rows_overflowed(self) -> bool:
+        """`dispatch.rows_limit.overflowed` by vote, see `Ballots.rows_needed`. Collective after
+        `finish`, or at the end of an evaluation.
+        """
+        if not self.running:
+            return self._evaluation_overflowed()
+        missing = len(self.ballots.files) - len(self._needed)
+        nothing_N = torch.zeros(len(self.limits), dtype=torch.int64,
+                                device=self.ballots.comm.device)
+        own_LN = torch.stack([*self._needed, *[nothing_N] * missing])
+        found_N = self.ballots.rows_needed(self.limits, own_LN)
+        self._report()
+        return settle(self.limits, found_N)
+
+    def _evaluation_overflowed(self) -> bool:
+        """An evaluation's batches have no copies: it is repeated, or an error, where rows of most
+        workers did not fit. Those of fewer are NaN, and have more room from then on.
+        """
+        own_N = needed_of(self.limits, self.ballots.comm.device)
+        most_K = most_of(self.limits, own_N)
+        agreed_K = self.ballots.most_need(most_K)
+        if most_K.any() and not agreed_K.any():
+            logger.warning("rows of an evaluation did not fit on rank %d, those of most workers "
+                           "did: its outputs are NaN; raise dispatch.max_rows_factor",
+                           self.ballots.comm.ranks[self.ballots.comm.rank])
+        return settle(self.limits, torch.cat([agreed_K, own_N]))
+
+    def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
+        """What all files sum up, by vote: float64 [S]. Collective.
+
+        mine: [S] of this rank's part of each of its files; some are missing where memory ran out.
+        """
+        missing = len(self.ballots.files) - len(mine)
+        sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
+        sums_LS = self.ballots.summed(sums_LS.to(self.ballots.comm.device))
+        return self.ballots.winners(sums_LS).sum(0)
+
+    @torch.no_grad()
+    def finish(self, shared_scale: float, expert_scale: float) -> None:
+        """Set all gradients by vote, scaled, and warn of ranks that were outvoted. Collective.
+
+        Args:
+            shared_scale: of what is summed over a worker's ranks.
+            expert_scale: of their own experts'.
+        """
+        if not self.running or self._began is None:
+            return
+        self._keep()
+        self._began = None
+        missing = len(self.ballots.files) - len(self._answers)
+        self._answers += [torch.zeros_like(self._answers[0])] * missing
+        result_N = self.ballots.result(torch.stack(self._answers), self.shared)
+        result_N[:self.shared] *= shared_scale
+        result_N[self.shared:] *= expert_scale
+        self._answers.clear()
+        set_gradients(self.parameters, result_N, self.gradient_of)
+        self._report()
+
+    def _report(self) -> None:
+        found = self.ballots.verdict()
+        first = self.ballots.comm.rank == self.ballots.worker.rank == 0
+        if first and (found.outvoted or found.undecided):
+            logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
+                           self.ranks_of(found.outvoted), list(found.undecided))
+
+    def ranks_of(self, workers: Iterable[int]) -> list[int]:
+        """The job's ranks, ascending."""
+        return sorted(rank for worker in workers for rank in self._ranks_KW[worker])
+
+
+def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
+    """Of data-parallel ranks, whose workers are the expert-parallel groups of a model. Collective.
+
+    Raises: ValueError: no such assignment for so many workers.
+    """
+    worker = next((layer.comm for layer in layers_in(model)), LocalComm())
+    assignment = assign(guard.assignment, world.size // worker.size, guard.votes)
+    comm = replica_comm(worker, world)
+    assert comm is not None  # there are several workers
+    return Ballots(assignment, comm, guard.aggregate, worker)
+
+
+def _ranks_of_workers(ballots: Ballots) -> list[list[int]]:
+    """The job's ranks by worker. Collective."""
+    comm, worker = ballots.comm, ballots.worker
+    own_W = worker.all_gather(torch.tensor([comm.ranks[comm.rank]], device=comm.device))
+    return comm.all_gather(own_W).view(-1, worker.size).tolist()

@@ -1,0 +1,236 @@
+"""How the trainers of a swarm share the micro-batches of a step: the leading trainer's side.
+
+Every trainer can drive any micro-batch, because all of them read the same data. The leading trainer
+(`Swarm`) gives out the numbers of micro-batches, to its own threads and to the trainers that have
+joined (`JoinedTrainer`). It alone decides which backward passes count: the gradients of a
+micro-batch are counted once at each stage, whichever trainer drove it, and however often.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_plugin.training.resilience.swarm.journeys import BEATS, Driven, RoundId
+from moe_plugin.training.resilience.swarm.members import SwarmMembers
+from moe_plugin.training.resilience.swarm.messages import Address, Message
+
+log = logging.getLogger(__name__)
+RESULTS = 1000  # of the latest rounds, for trainers that are behind
+
+
+@dataclass
+class SharedRound:
+    """The micro-batches of a step, or of an evaluation, and who drives which.
+
+    Attributes:
+        about: which round this is.
+        serial: another one where a step is made again.
+        count: of its micro-batches.
+        changed: is notified of every change.
+        found: the results of the micro-batches that are done, by number.
+        by: the trainer that drove each of them; empty text: the leading one.
+    """
+
+    about: RoundId
+    serial: int
+    count: int
+    changed: threading.Condition
+    found: dict[int, Driven] = field(default_factory=dict)
+    by: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._open, self._back = deque(range(self.count)), deque[int]()
+        self._with: dict[int, str] = {}  # numbers that a joined trainer drives
+        self._seen: dict[str, float] = {}
+        self._ended = False
+
+    def numbers(self, timeout_s: float) -> Iterator[int]:
+        """Numbers for one thread of the leading trainer, until all micro-batches are done. A
+        trainer that has joined loses its numbers after `timeout_s` without a sign of it.
+        """
+        while True:
+            with self.changed:
+                while not self.over and not self._own(timeout_s):
+                    self.changed.wait(timeout_s / BEATS)
+                if self.over:
+                    return
+                number = (self._back or self._open).popleft()
+            yield number
+
+    def _own(self, timeout_s: float) -> bool:
+        """Whether there is a number for the leading trainer."""
+        silent = [number for number, trainer in self._with.items()
+                  if time.monotonic() - self._seen[trainer] > timeout_s]
+        for number in silent:
+            log.warning("trainer %s is silent: micro-batch %d is driven again",
+                        self._with.pop(number), number)
+        self._back.extend(silent)
+        return bool(self._back or self._open)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are numbers for trainers that have joined."""
+        return bool(self._open) and not self.over
+
+    def number_for(self, trainer: str) -> int | None:
+        """A number for a trainer that has joined; None: there is none now."""
+        with self.changed:
+            self.alive(trainer)
+            if not self.is_open:
+                return None
+            number = self._open.popleft()
+            self._with[number] = trainer
+            return number
+
+    def alive(self, trainer: str) -> None:
+        """The trainer has given a sign."""
+        self._seen[trainer] = time.monotonic()
+
+    def back(self, number: int) -> None:
+        """A trainer could not drive this one: the leading trainer does."""
+        with self.changed:
+            if self._with.pop(number, None) is not None:
+                self._back.append(number)
+            self.changed.notify_all()
+
+    def done(self, number: int, driven: Driven, trainer: str = "") -> None:
+        """A micro-batch is done; the first time counts."""
+        with self.changed:
+            if number not in self.found:
+                self.found[number], self.by[number] = driven, trainer
+            self._with.pop(number, None)
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        """Give out no more numbers."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to be driven."""
+        return self._ended or len(self.found) == self.count
+
+
+class SharedRounds:
+    """The present round, the results of those before it, and the answers to joined trainers.
+
+    Args:
+        members: the peers.
+        run: the settings of the run; see `Swarm`.
+        steps: gives the number of steps that are done.
+        took, lost: see `Driver`.
+    """
+
+    REQUESTS = frozenset({"join", "beat", "work", "took", "lost", "back", "done"})
+
+    def __init__(self, members: Callable[[], SwarmMembers], run: Message,
+                 steps: Callable[[], int],
+                 took: Callable[[int, int, Address, Message | None], bool],
+                 lost: Callable[[int, Address, object], None]) -> None:
+        self.members, self.run, self.steps, self.took, self.lost = members, run, steps, took, lost
+        self.timeout_s: float = run["timeout_s"]
+        self._changed, self._now, self._serial = threading.Condition(), None, 0
+        self._results: dict[RoundId, Message] = {}
+        self._owed: set[str] = set()  # trainers that do not know the last result yet
+
+    def begin(self, about: RoundId, count: int) -> SharedRound:
+        """Begin a round of so many micro-batches."""
+        with self._changed:
+            self._serial += 1
+            self._now = SharedRound(about, self._serial, count, self._changed)
+            self._changed.notify_all()
+            return self._now
+
+    def end(self, about: RoundId, result: Message | None, by: list[str]) -> None:
+        """End the round. result: for the other trainers; None: the round is made again."""
+        with self._changed:
+            self._now = None
+            if result is not None:
+                self._results[about] = result
+                self._owed.update(filter(None, by))
+            if len(self._results) > RESULTS:
+                del self._results[next(iter(self._results))]
+            self._changed.notify_all()
+
+    def wait_until_known(self) -> None:
+        """Wait until all trainers that drove something know the last result, for `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._owed, self.timeout_s)
+
+    def answer(self, what: str, request: Message) -> Message:
+        """Answer one of `REQUESTS`."""
+        return getattr(self, f"_{what}")(**request)
+
+    def _current(self, serial: int) -> SharedRound | None:
+        now = self._now
+        return now if now is not None and now.serial == serial else None
+
+    def _join(self, trainer: str) -> Message:
+        log.info("trainer %s has joined", trainer)
+        steps, members = self.steps(), self.members()
+        return {"stages": len(members.stages), "run": self.run,
+                "steps": steps + (("train", steps, 0) in self._results)}
+
+    def _beat(self, trainer: str) -> Message:
+        if (now := self._now) is not None:
+            now.alive(trainer)
+        return {}
+
+    def _work(self, trainer: str, about: RoundId, count: int) -> Message:
+        """A micro-batch of a round, or the result of the round, or, after a while, neither."""
+        about = tuple(about)
+
+        def present() -> SharedRound | None:
+            now = self._now
+            return now if now is not None and now.about == about else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: about in self._results or (
+                (now := present()) is not None and now.is_open), self.timeout_s / BEATS)
+            if about in self._results:
+                self._owed.discard(trainer)
+                self._changed.notify_all()
+                return {"result": self._results[about]}
+        now = present()
+        if now is None:
+            if about[1] < self.steps():
+                raise ValueError(f"step {about[1]} was more than {RESULTS} rounds ago: start this "
+                                 "trainer again")
+            return {"number": None}
+        if now.count != count:
+            raise ValueError(f"this trainer has {count} micro-batches a step, the leading one "
+                             f"{now.count}: give all trainers the same data and sizes")
+        return {"number": now.number_for(trainer), "serial": now.serial,
+                "members": self.members().about}
+
+    def _took(self, trainer: str, serial: int, stage: int, number: int, peer: Address) -> Message:
+        now = self._current(serial)
+        if now is None or now.over:  # nothing counts, and nothing needs to be done again
+            return {"counted": True}
+        now.alive(trainer)
+        return {"counted": self.took(stage, number, tuple(peer), None)}
+
+    def _lost(self, trainer: str, serial: int, stage: int, peer: Address, why: str) -> Message:
+        now = self._current(serial)
+        if now is not None and not now.over:
+            self.lost(stage, tuple(peer), why)
+        return {}
+
+    def _back(self, trainer: str, serial: int, number: int) -> Message:
+        if (now := self._current(serial)) is not None:
+            now.back(number)
+        return {}
+
+    def _done(self, trainer: str, serial: int, number: int, loss: float, logged: dict[str, Any]
+              ) -> Message:
+        if (now := self._current(serial)) is not None:
+            now.done(number, Driven(loss, logged), trainer)
+        return {}

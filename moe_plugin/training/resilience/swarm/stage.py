@@ -1,0 +1,237 @@
+"""A stage of a pipeline as one peer holds it: weights, optimizer, and gradients by micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.checkpoint import trust
+from moe_plugin.training.resilience.swarm.messages import Message
+from moe_plugin.utils import checksums
+from moe_plugin.utils.determinism import seed_of, seeded
+from moe_plugin.utils.messages import cut
+from moe_plugin.utils.regular_files import make_folder, write_regular
+
+_INDEX = "swarm.json"
+
+
+def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
+    """Write all stages of one step; what was there before is valid until the last file is."""
+    path = make_folder(folder)
+    names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
+    for name, state in zip(names, states, strict=True):
+        made = io.BytesIO()
+        torch.save(state, made)
+        content = made.getvalue()
+        write_regular(path / name, content + checksums.trailer(checksums.crc32(content)))
+    write_regular(path / _INDEX, checksums.seal_json({"step": step, "stages": names}))
+    for old in path.glob("step_*_stage_*.pt"):
+        if old.name not in names:
+            old.unlink()
+    return path
+
+
+def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
+    """(step, states by stage).
+
+    Raises: ValueError: no such folder, of another number of stages, or a damaged file.
+    """
+    path = Path(folder) / _INDEX
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: give a folder that `Swarm.save` wrote")
+    try:
+        index, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+        step, names = int(index["step"]), list(index["stages"])
+        if len(names) == stages:
+            found: list[Message | None] = []
+            for name in names:
+                path = Path(folder) / name
+                checksums.verify(path)
+                found.append(trust.load(path, (), name))
+            return step, found
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
+            pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}): give another folder "
+                         "that `Swarm.save` wrote") from error
+    raise ValueError(f"{path} has {len(names)} stages, the swarm {stages}: give as many")
+
+
+MakeStage = Callable[[], nn.Module]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+Loss = Callable[[Tensor, Any], Any]  # a loss, or (loss, what the trainer gets in addition)
+
+
+def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
+               device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
+    """A stage's module with the weights that every run with this seed begins with."""
+    with seeded(device, seed + number):
+        return stages[number]().to(device).train()
+
+
+class ServedStage:
+    """See the module.
+
+    Args:
+        loss: of the last stage; None: of the others.
+        seed: of the whole run.
+        takes_target: the module's second argument is a micro-batch's target.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
+                 step: int, takes_target: bool = False) -> None:
+        self.module, self.loss, self.seed, self.step = module, loss, seed, step
+        self.takes_target = takes_target
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("a stage has no parameters to train: put it together with another one")
+        self.device = self.parameters[0].device
+        self.optimizer = optimizer(self.parameters)
+        self.weights = sum(p.numel() for p in self.parameters)
+        # of what travels: gradients, and for each parameter the number of passes that gave it one
+        self.size = self.weights + len(self.parameters)
+        self._checked = False
+        self._lock = threading.Lock()
+        self.forget()
+
+    def forward(self, micro_batch: int, x: Tensor, target: Any = None, train: bool = True
+                ) -> Tensor:
+        """The stage's output, without a graph."""
+        self.module.train(train)
+        try:
+            with torch.no_grad(), self._pass(micro_batch):
+                return self._output(x.to(self.device), target)[0]
+        finally:
+            self.module.train()
+
+    def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
+        """The loss of the last stage, without training, and what comes with it."""
+        with torch.no_grad():
+            loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
+        return float(loss), logged
+
+    def _output(self, x: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
+        found = self.module(x, target) if self.takes_target else self.module(x)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
+        found = self.loss(out, _moved(target, self.device))
+        return found if isinstance(found, tuple) else (found, {})
+
+    def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
+                 ) -> tuple[Tensor | None, float, Message]:
+        """The gradient of `x` (None: of integers), the losses of this stage, computed again from
+        `x`, and what its loss function gave in addition. The gradients of the weights wait for
+        `count`.
+
+        Args:
+            grad: of the output; None: the last stage, with `target`.
+        """
+        x = x.to(self.device)
+        if x.is_floating_point():
+            x.requires_grad_()
+        with torch.enable_grad(), self._pass(micro_batch), self._no_state():
+            (out, balance), logged = self._output(x, target), {}
+            if grad is None:
+                out, logged = self._loss_of(out, target)
+            roots = [(out, None if grad is None else grad.to(out))]
+            own = [roots[0][0]] if grad is None else []
+            if balance is not None:
+                roots.append((balance, None))
+                own.append(balance)
+            torch.autograd.backward(*zip(*roots, strict=True))
+        grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float().cpu()
+                 for p in self.parameters]
+        given = torch.tensor([float(p.grad is not None) for p in self.parameters])
+        self.module.zero_grad(set_to_none=True)
+        with self._lock:
+            self._pending[micro_batch] = torch.cat([*grads, given])
+        return x.grad, float(sum(loss.detach() for loss in own)), logged
+
+    def count(self, micro_batch: int) -> None:
+        """The trainer took the answer of this backward pass: its gradients are in the sum."""
+        with self._lock:
+            if micro_batch in self._pending:
+                self._sum += self._pending.pop(micro_batch)
+                self.counted.add(micro_batch)
+
+    def forget(self) -> None:
+        """Begin the step again."""
+        with self._lock:
+            self.counted: set[int] = set()
+            self._pending: dict[int, Tensor] = {}
+            self._sum = torch.zeros(self.size)
+
+    @property
+    def gradients(self) -> Tensor:
+        """The sum of what counts, float32 [`size`]."""
+        return self._sum
+
+    def norm(self, sum_S: Tensor) -> float:
+        """Of the gradients in a sum over all peers of the stage."""
+        return float(sum_S[:self.weights].double().norm())
+
+    def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
+        """The optimizer's step with the sum over all peers of the stage; the next step begins.
+
+        Args:
+            scale: of the gradients; None: nothing is stepped.
+            groups: see `Swarm.update`.
+
+        A parameter without a gradient on any peer has none, as in a run of one process: an
+        optimizer leaves it, its momentum and its decay alone.
+        """
+        for new in groups:
+            for group in self.optimizer.param_groups:
+                if new.get("wd_mult") in (None, group.get("wd_mult")):
+                    group.update(new)
+        if scale is not None:
+            sizes = [p.numel() for p in self.parameters]
+            *grads, passes_P = sum_S.split([*sizes, len(sizes)])
+            for p, grad, passes in zip(self.parameters, grads, passes_P.tolist(), strict=True):
+                p.grad = (grad * scale).view_as(p).to(p) if passes else None
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.forget()
+
+    def state(self) -> Message:
+        """What another peer needs to serve this stage."""
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: Message) -> None:
+        """Become as the peer that gave this state."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _pass(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        # of step and micro-batch alone: both passes, on any peer, draw the same numbers
+        return seeded(self.device, seed_of(self.seed, self.step, micro_batch))
+
+    @contextlib.contextmanager
+    def _no_state(self) -> Iterator[None]:
+        """The first pass shows whether the module keeps state that only this peer would have."""
+        if self._checked:
+            yield
+            return
+        before = {name: x.clone() for name, x in self.module.named_buffers()}
+        yield
+        for name, x in self.module.named_buffers():
+            if not torch.equal(before[name], x):
+                raise ValueError(
+                    f"buffer {name!r} changes in a training pass, and peers that come and go share "
+                    "weights alone: use layers without running statistics, and a balance loss in "
+                    "place of a router that is moved by counts")
+        self._checked = True
+
+
+def _moved(target: Any, device: torch.device) -> Any:
+    return target.to(device) if isinstance(target, Tensor) else target

@@ -1,0 +1,140 @@
+"""A training run of any host, and the features around its steps.
+
+What happens around a step is a `RunFeature`: written once, in its room, it knows no host. A host
+has one `Run` with those that are on, and calls it at its seams:
+
+    with run.around_step(StepInput(number)):
+        loss = run.compute(passes)               # again, where a feature asks for it
+        run.after_backward(StepGradients(...))   # before the optimizer's step, which it may skip
+        optimizer.step()
+    run.after_step(StepFacts(number, tokens=..., left=...))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from moe_plugin.utils.run_feature import RunFeature, SkipStep, StepGradients, StepInput, StepRepeat
+
+Feature = TypeVar("Feature", bound="RunFeature")
+Result = TypeVar("Result")
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+def _of_each(name: str) -> Any:
+    """The method of `Run` that calls the features' of this name, in their order."""
+
+    def call(run: Run, *facts: Any) -> None:
+        for feature in run.features:
+            getattr(feature, name)(*facts)
+
+    return call
+
+
+class Run(RunFeature):
+    """The features of a run that are on, in the order in which they are called.
+
+    Args:
+        features: None is left out.
+
+    Attributes:
+        number: of the present step, or of the last one, from 1.
+        left_out: why it changes no parameter; None: it does.
+    """
+
+    after_passes = _of_each("after_passes")
+    after_step = _of_each("after_step")
+    after_log = _of_each("after_log")
+    after_evaluation = _of_each("after_evaluation")
+    close = _of_each("close")
+
+    def __init__(self, features: Iterable[RunFeature | None] = ()) -> None:
+        self.features = [feature for feature in features if feature is not None]
+        self.number, self.left_out = 0, None  # type: int, SkipStep | None
+        self._begun = False
+
+    @property
+    def reduces(self) -> bool:  # type: ignore[override]
+        return any(feature.reduces for feature in self.features)
+
+    @property
+    def replaced(self) -> bool:  # type: ignore[override]
+        return any(feature.replaced for feature in self.features)
+
+    def find(self, kind: type[Feature]) -> Feature | None:
+        """The feature of a class, if it is on."""
+        return next((each for each in self.features if isinstance(each, kind)), None)
+
+    @contextmanager
+    def around_step(self, step: StepInput) -> Iterator[None]:
+        self.number, self.left_out = step.number, None
+        if not self._begun:
+            self._begun = True
+            for feature in self.features:
+                feature.begin()
+        with ExitStack() as stack:
+            for feature in self.features:
+                stack.enter_context(feature.around_step(step))
+            yield
+
+    def batches(self, own: list[Any]) -> list[Any]:
+        for feature in self.features:
+            own = feature.batches(own)
+        return own
+
+    def before_passes(self) -> Callable[[], None]:
+        resets = [reset for each in self.features if (reset := each.before_passes()) is not None]
+
+        def back() -> None:
+            for reset in resets:
+                reset()
+
+        return back
+
+    def compute(self, passes: Callable[[], Result],
+                undo: Callable[[], None] = lambda: None) -> Result:
+        """What `passes()` returns, begun again where it raises `StepRepeat`.
+
+        Args:
+            passes: all forward and backward passes of a step, which clear the gradients first,
+                or all forward passes of an evaluation; it calls `after_passes`.
+            undo: called before it begins again.
+        """
+        reset = self.before_passes()
+        while True:
+            try:
+                return passes()
+            except StepRepeat:
+                undo()
+                reset()
+
+    def after_backward(self, gradients: StepGradients) -> None:
+        try:
+            for feature in self.features:
+                feature.after_backward(gradients)
+        except SkipStep as reason:
+            self.left_out = reason
+            raise
+
+    def numbers(self) -> dict[str, float]:
+        return {name: value for each in self.features for name, value in each.numbers().items()}
+
+    def evaluated(self) -> dict[str, Any]:
+        return {name: value for each in self.features for name, value in each.evaluated().items()}
+
+

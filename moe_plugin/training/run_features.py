@@ -1,0 +1,190 @@
+"""The features of a run, one list for all hosts.
+
+A feature is added here, in `FEATURES`: when it is on, and how it is made of what a host tells
+(`HostSeams`). What a host cannot have is in `moe_plugin.config.lacks`, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from moe_plugin.comm import Comm
+from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
+from moe_plugin.config.lacks import HOSTS, REPLICAS, refuse_lacking
+from moe_plugin.memory.activations.offload import Activations
+from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.observe.features import DropWarning, FirstStepLine, LayerRecords, listen
+from moe_plugin.output import LayerStats
+from moe_plugin.routing.contract import RouterSteps
+from moe_plugin.training.resilience.averaging_peers import PeerSteps
+from moe_plugin.training.resilience.elastic import ReplicaPlace, ReplicaSteps
+from moe_plugin.training.resilience.overflow import FiniteSteps, RowsFit, StepStart
+from moe_plugin.training.resilience.resizing import ExpertParallelSteps
+from moe_plugin.training.resilience.step_votes import StepVotes
+from moe_plugin.training.resilience.stopping import RUN, Stopping
+from moe_plugin.training.resilience.twins import TwinCheck
+from moe_plugin.training.run import Run
+from moe_plugin.utils.run_feature import RunFeature
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSeams:
+    """What only a host knows of a run.
+
+    Attributes:
+        host: a key of `config.lacks.HOSTS`.
+        models: this rank's parts of the model, without wrappers.
+        world: all ranks of the models.
+        data: data-parallel ranks; None: `world`.
+        layers: the MoE layers by the names that records have, see `observe.features.listen`.
+        records: ranks whose statistics belong together; None: this rank has no layers.
+        rank: of this process, for timelines and traces; None: that in `records`.
+        has_log: see `LayerRecords`.
+        training: also takes the statistics of training passes; None: nothing else does.
+        speaks: whether this rank warns of dropped choices.
+        start, kept: see `TwinCheck`.
+        skips_steps: its loss scaler leaves out steps that are not finite.
+        streamed: the trainer of weights that stream, which ends a step block by block; None: they
+            are on the device.
+        replicas: this run is one of several; None: it is the only one.
+        resize, activations, votes: make what settings ask for; None: the host lacks it.
+        more: features of one run alone. They are called before steps are looked at
+            (`FiniteSteps`), so that they may change gradients.
+    """
+
+    host: str
+    models: Sequence[nn.Module]
+    world: Comm
+    data: Comm | None = None
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    records: Comm | None = None
+    rank: int | None = None
+    has_log: bool = True
+    training: Callable[[str, LayerStats], None] | None = None
+    speaks: bool = True
+    start: Callable[[list[nn.Module]], StepStart] = StepStart
+    kept: Callable[[], AbstractContextManager[Any]] = nullcontext
+    skips_steps: bool = False
+    streamed: StreamedTrainer | None = None
+    replicas: ReplicaPlace | None = None
+    resize: Callable[[RunConfig], RunFeature | None] | None = None
+    activations: Callable[[OffloadConfig], Activations | None] | None = None
+    votes: Callable[[GuardConfig], StepVotes] | None = None
+    more: Sequence[RunFeature] = ()
+
+
+class FeatureRow(NamedTuple):
+    """A feature of runs.
+
+    Attributes:
+        setting: that asks for it, or a section of settings; empty: every run has it.
+        kinds: its classes.
+        make: of settings and seams; None: it is off. Collective.
+    """
+
+    setting: str
+    kinds: tuple[type[RunFeature], ...]
+    make: Callable[[RunConfig, HostSeams], RunFeature | None]
+
+
+def _twins(settings: RunConfig, host: HostSeams) -> TwinCheck | None:
+    every = settings.guard.twins
+    return TwinCheck(host.models[0], host.data or host.world, every=every, start=host.start,
+                     kept=host.kept) if every else None
+
+
+def _replicas(settings: RunConfig, host: HostSeams) -> RunFeature | None:
+    if host.replicas is None:
+        return None
+    if host.streamed is not None:
+        return PeerSteps(settings.offload, host.streamed, host.replicas)
+    return ReplicaSteps(host.replicas)
+
+
+def _records(settings: RunConfig, host: HostSeams) -> LayerRecords | None:
+    if host.records is None or not settings.observe.writes:
+        return None
+    # the report names what trains
+    is_theirs = host.host == "pytorch" and any(map(_is_of_transformers, host.models))
+    return LayerRecords(settings.observe, host.layers, host.records,
+                        host="transformers" if is_theirs else host.host, rank=host.rank,
+                        has_log=host.has_log)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
+
+
+def _votes(settings: RunConfig, host: HostSeams) -> StepVotes | None:
+    guard = settings.guard
+    return _told(host, host.votes, "guard.votes")(guard) if guard.votes else None
+
+
+def _activations(settings: RunConfig, host: HostSeams) -> Activations | None:
+    offload = settings.offload
+    return None if offload.activations == "keep" else _told(
+        host, host.activations, "offload.activations")(offload)
+
+
+def _told(host: HostSeams, seam: Made | None, setting: str) -> Made:
+    if seam is None:
+        raise ValueError(f"{setting} does not fit this run of {HOSTS[host.host]}, which does not "
+                         "say how it is made: leave it out")
+    return seam
+
+
+def _resize(settings: RunConfig, host: HostSeams) -> RunFeature | None:
+    return _told(host, host.resize, "resize.expert_parallel_at")(
+        settings) if settings.resize.expert_parallel_at else None
+
+
+# in the order in which they are made, and called in each step
+FEATURES = (
+    FeatureRow("resize.expert_parallel_at", (ExpertParallelSteps,), _resize),
+    FeatureRow("", (FirstStepLine,), lambda settings, host: FirstStepLine()),
+    FeatureRow("", (Stopping,), lambda settings, host: RUN),
+    FeatureRow("guard.twins", (TwinCheck,), _twins),
+    FeatureRow(REPLICAS, (ReplicaSteps, PeerSteps), _replicas),
+    FeatureRow("observe.jsonl", (LayerRecords,), _records),
+    FeatureRow("guard.votes", (StepVotes,), _votes),
+    FeatureRow("", (RowsFit,), lambda settings, host: RowsFit(host.models, host.world, host.start)),
+    FeatureRow("", (FiniteSteps,), lambda settings, host: None if host.skips_steps else
+               FiniteSteps()),
+    FeatureRow("", (RouterSteps,), lambda settings, host: RouterSteps(
+        host.models) if host.streamed is None else None),
+    FeatureRow("offload.activations", (Activations,), _activations),
+    FeatureRow("", (DropWarning,), lambda settings, host: DropWarning(host.speaks)),
+)
+
+
+def make_run(settings: RunConfig, host: HostSeams) -> Run:
+    """The run of a host with the features that settings ask for. Collective.
+
+    Raises:
+        ValueError: the host lacks one, or the settings of one do not fit.
+    """
+    refuse_lacking(settings, host.host)
+    made: list[RunFeature | None] = []
+    for row in FEATURES:
+        made.append(row.make(settings, host))
+        made += host.more if row.setting == REPLICAS else ()
+    run = Run(made)
+    records, drops = run.find(LayerRecords), run.find(DropWarning)
+    if (rows := run.find(RowsFit)) is not None:
+        rows.votes = run.find(StepVotes)
+    takers = [take for take in (host.training, records and records.recorder.add) if take]
+    listen(host.layers, takers, drops and drops.validation.add)
+    if records is not None:
+        if (activations := run.find(Activations)) is not None:
+            records.recorder.watch("activations", activations.swapper.copier,
+                                   activations.on_device)
+        if host.streamed is not None:
+            records.recorder.watch("weights", host.streamed.copier, host.streamed.on_device)
+    return run

@@ -1,0 +1,273 @@
+"""Experts whose weights their owners lend to other ranks for one call (`planner.spill`).
+
+The weights travel in all-to-alls in the background, so autograd returns the gradients to the owner
+by the reverse ones. An owner sends each of an expert's h borrowers one of h parts of its weights,
+and borrowers exchange the parts; in backward borrowers sum the parts' gradients, and the owner gets
+each part of the sum once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_plugin.comm import algorithms
+from moe_plugin.comm.placement import Placement
+from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
+from moe_plugin.dispatch.exchange import PipelinedExchange
+from moe_plugin.dispatch.pieces import Piece
+from moe_plugin.dispatch.ragged import SpillingPlan
+from moe_plugin.experts.base import Experts
+from moe_plugin.kernels.expert_ffn import FFNParameters
+from moe_plugin.planner.spill import Loan, SpillPlan
+from moe_plugin.records import ExpertRows, Overlap, RowCounts
+
+
+class BorrowedExperts:
+    """What a rank borrows in one call. Weights travel while rows do, and while the stored experts
+    compute. Collective, in forward and backward.
+
+    Args:
+        experts: of the layer.
+        place: where they are stored.
+        spill: who computes what.
+
+    Attributes:
+        stored: L, experts that this rank stores.
+        numbers: those that it borrows, ascending.
+        travel: of the weights; None: they have arrived.
+    """
+
+    def __init__(self, experts: Experts, place: Placement, spill: SpillPlan) -> None:
+        self.experts, self.place = experts, place
+        self.stored, self.numbers = place.local, spill.guests(place.comm.rank)
+        self.local = experts.local_parameters()
+        # made of them by a collective where adapters are cut: once, or ranks that borrow and ranks
+        # that do not would reverse two of them in different order
+        self.own = experts.compute_parameters(self.local) if experts.adapters else None
+        # of what is trained: then the exchanges are in every rank's graph; where a host stores
+        # parameters, or an adapter changes them, those that are computed with
+        stored = *experts.parameters(), *self.local.values()
+        anchor = next((value for value in stored if value.requires_grad), None)
+        self.travel: _WeightTransfer | None = _WeightTransfer(self.local, place, spill, anchor)
+        self._parameters: FFNParameters | None = None
+
+    def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
+        """Rows of the stored experts; then, where there are guests, theirs.
+
+        Where nothing is borrowed, backward runs the exchanges of weights for these rows.
+        """
+        assert isinstance(work.rows, RowCounts)
+        if self.travel is not None:
+            self.travel.pass_on()
+        parameters = work.parameters or self.own
+        stored = RowCounts(work.rows.host[:self.stored])
+        if not self.numbers:
+            x_RD = work.x
+            if self.travel is not None:
+                x_RD, self.travel = _Tie.apply(x_RD, self.travel.arrived()), None
+            yield ExpertRows(x_RD, stored, parameters, work.strategy)
+            return
+        guests = RowCounts(work.rows.host[self.stored:self.stored + len(self.numbers)])
+        own_RD, guest_RD = work.x.split([stored.total, guests.total])
+        yield ExpertRows(own_RD, stored, parameters, work.strategy)
+        yield ExpertRows(guest_RD, guests, self.parameters(), work.strategy)
+
+    def parameters(self) -> FFNParameters:
+        """Of the borrowed experts; waits for them."""
+        if self._parameters is None:
+            assert self.travel is not None
+            guests = _as_parameters(self.travel.arrived(), self.local, self.numbers, self.place)
+            self._parameters = self.experts.compute_parameters(guests, 0)
+            self.travel = None
+        return self._parameters
+
+
+class _SentWithGuests(Sent):
+    """Rows of which some are computed by borrowed experts.
+
+    sent: the rows of all experts of this rank, piece by piece.
+    """
+
+    def __init__(self, sent: Sent, borrowed: BorrowedExperts) -> None:
+        super().__init__((part for work in sent for part in borrowed.split(work)), sent.anchor)
+        self.sent, self.parts_of_a_piece = sent, 2 if borrowed.numbers else 1
+
+    def put_back(self, result: Tensor) -> None:
+        self.results.append(result)
+        if len(self.results) == self.parts_of_a_piece:
+            whole_RD = torch.cat(self.results) if len(self.results) > 1 else result
+            self.results.clear()
+            self.sent.put_back(whole_RD)
+
+
+class BorrowingDispatcher(WrappedDispatcher):
+    """Moves rows by another dispatcher, whose plans may say that weights move, too.
+
+    Args:
+        inner: makes `SpillingPlan`s.
+        experts: of the layer.
+    """
+
+    def __init__(self, inner: Dispatcher, experts: Experts) -> None:
+        super().__init__(inner)
+        self.experts = experts
+
+    def dispatch(self, x_TD: Tensor, plan: SpillingPlan, anchor: Tensor | None) -> Sent:
+        """See `Dispatcher`. Weights start to travel before the rows do."""
+        if plan.spill is None:
+            return self.inner.dispatch(x_TD, plan, anchor)
+        borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
+        return _SentWithGuests(self.inner.dispatch(x_TD, plan, anchor), borrowed)
+
+    def combine(self, sent: Sent, plan: SpillingPlan) -> Tensor:
+        return self.inner.combine(sent.sent if isinstance(sent, _SentWithGuests) else sent, plan)
+
+
+class _Tie(torch.autograd.Function):
+    """x, with exchanges that backward must reverse on this rank as well.
+
+    A rank that borrows nothing uses nothing of what arrived: its backward would skip the exchanges,
+    and the owners would wait for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arrived: Tensor) -> Tensor:
+        ctx.like = arrived
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.zeros_like(ctx.like)
+
+
+class _WeightTransfer:
+    """Weights on their way from owners to borrowers, and among borrowers.
+
+    Args:
+        local: of the stored experts.
+        anchor: see `comm.functional`.
+    """
+
+    def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
+                 anchor: Tensor | None) -> None:
+        self.place, self.anchor = place, anchor
+        self.size = sum(value[0].numel() for value in local.values())
+        self.shared = any(len(loan.helpers) > 1 for loan in spill.loans)
+        self.mine = [loan for loan in spill.loans if place.comm.rank in loan.helpers]
+        self._parts = _post(place, anchor, *_from_owner(local, place, spill, self.size))
+        self._others: Callable[[], Tensor] | None = None
+
+    def pass_on(self) -> None:
+        """Send this rank's parts of its guests on to their other borrowers; once."""
+        if not self.shared or self._others is not None:
+            return
+        rank, ranks = self.place.comm.rank, range(self.place.comm.size)
+        self.parts_N = self._parts()
+        split = _cut(self.parts_N, [_length(loan, rank, self.size) for loan in self.mine])
+        self.own = {loan.expert: part for loan, part in zip(self.mine, split, strict=True)}
+        self.by_peer = [[loan for loan in self.mine if peer in loan.helpers and peer != rank]
+                        for peer in ranks]
+        pieces = [self.own[loan.expert] for peer in ranks for loan in self.by_peer[peer]]
+        send = [sum(self.own[loan.expert].numel() for loan in self.by_peer[peer])
+                for peer in ranks]
+        self.lengths = [[_length(loan, peer, self.size) for loan in self.by_peer[peer]]
+                        for peer in ranks]
+        rows_N = torch.cat(pieces) if pieces else self.parts_N[:0]
+        self._others = _post(self.place, self.anchor, rows_N, send,
+                               [sum(n) for n in self.lengths])
+
+    def arrived(self) -> Tensor:
+        """[G * P] weights of this rank's guests, one expert after another; P elements of an expert.
+
+        Waits for them. What is given depends on all exchanges, also where nothing is borrowed: they
+        are then reversed in backward on every rank.
+        """
+        self.pass_on()
+        if self._others is None:
+            return self._parts()
+        arrived_N = self._others()
+        others = iter(_cut(arrived_N, [n for of_peer in self.lengths for n in of_peer]))
+        by_peer = {(loan.expert, peer): next(others)
+                   for peer, loans in enumerate(self.by_peer) for loan in loans}
+        if not by_peer:  # `arrived_N` is empty; it is here for its exchange in backward
+            return torch.cat([self.parts_N, arrived_N])
+        return torch.cat([self.own[loan.expert] if peer == self.place.comm.rank
+                          else by_peer[loan.expert, peer]
+                          for loan in self.mine for peer in loan.helpers])
+
+
+def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
+          recv: list[int]) -> Callable[[], Tensor]:
+    """Elements on their way by an exchange in the background; called once it gives what arrives.
+
+    As they are in memory, whatever format rows travel in.
+    """
+    exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
+    piece = Piece(send, recv, RowCounts([sum(recv)]))
+    exchange = PipelinedExchange(exact, [piece], False, Overlap())
+    token = exchange.post(0, rows_N, anchor)
+    return lambda: exchange.take(0, token)
+
+
+def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
+                size: int) -> tuple[Tensor, list[int], list[int]]:
+    """(what this rank lends, elements to each rank, elements from each rank): a borrower gets its
+    part of each of its guests, one after another.
+    """
+    rank, ranks = place.comm.rank, range(place.comm.size)
+    # one vector of an expert's parameters: parts are cut across them, all of one length
+    flat = {loan.expert: torch.cat([value[loan.expert % place.local].reshape(-1)
+                                    for value in local.values()])
+            for loan in spill.loans if loan.owner == rank}
+    send: list[int] = []
+    pieces = []
+    for to in ranks:
+        parts = [flat[loan.expert][slice(*_bounds(loan, to, size))] for loan in spill.loans
+                 if loan.owner == rank and to in loan.helpers]
+        send.append(sum(part.numel() for part in parts))
+        pieces += parts
+    recv = [sum(_length(loan, rank, size) for loan in spill.loans
+                if loan.owner == owner and rank in loan.helpers) for owner in ranks]
+    like = next(iter(local.values())).detach()
+    # loans are ascending by expert, so by owner: what arrives is in their order
+    return torch.cat(pieces) if pieces else like.new_empty(0), send, recv
+
+
+def _bounds(loan: Loan, helper: int, size: int) -> tuple[int, int]:
+    """First element and end of the part of an expert's weights that a borrower gets first."""
+    index, parts = loan.helpers.index(helper), len(loan.helpers)
+    return size * index // parts, size * (index + 1) // parts
+
+
+def _length(loan: Loan, helper: int, size: int) -> int:
+    start, end = _bounds(loan, helper, size)
+    return end - start
+
+
+def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    return x_N.split(lengths) if lengths else ()
+
+
+def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
+                   place: Placement) -> dict[str, Tensor]:
+    """Parameters by name, [G, ...], of experts (or shards) `numbers`, from [G * P] elements.
+
+    Output biases of a shard are padded to the whole width, each at its own place.
+    """
+    sizes = [value[0].numel() for value in local.values()]
+    parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)
+    made = {name: part.reshape(-1, *local[name].shape[1:])
+            for name, part in zip(local, parts, strict=True)}
+    if place.shards > 1 and "bias_out_LD" in made:
+        own = made["bias_out_LD"].shape[1]
+        before = [own * (number // place.local % place.shards) for number in numbers]
+        made["bias_out_LD"] = torch.stack([
+            F.pad(bias_D, (n, own * (place.shards - 1) - n))
+            for bias_D, n in zip(made["bias_out_LD"], before, strict=True)])
+    return made

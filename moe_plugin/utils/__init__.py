@@ -1,0 +1,1 @@
+"""Small tools without knowledge of experts: messages, files, registries, this machine."""

@@ -1,0 +1,235 @@
+"""Checksums of checkpoint files: CRC-32, which finds every change of up to 32 adjacent bits.
+
+A *sealed* file has its checksum inside, so that it moves, is copied and is deleted with the file:
+files of torch in a trailer of 27 bytes (torch and zip tools read over it), safetensors in the
+metadata of their header, JSON files in the last entry. Files from before are not sealed and still
+load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import RawIOBase
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+from moe_plugin.utils.regular_files import check_input
+
+try:
+    from isal.isal_zlib import crc32  # the same sums, several times as fast
+except ImportError:
+    from zlib import crc32
+
+CHUNK = 1 << 20
+_TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
+METADATA = {"moe_plugin_crc32": "0" * 8}  # of a safetensors file that is sealed when it is complete
+_DIGITS = re.compile(rb'"moe_plugin_crc32": ?"([0-9a-f]{8})"')
+_HEADER_BYTES = 100 << 20  # of a safetensors file at most, by its library
+_ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+_JSON_START = '{"sealed": true'
+_JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
+
+
+class DamagedFile(ValueError):
+    """A file is not what was written. The message says why, without the file's name."""
+
+
+class _SummingStream:
+    """Passes bytes on to another stream, sums them, and keeps the error of a write: torch's writer
+    replaces it by one of its own.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.crc, self._stream = 0, stream
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.crc = crc32(data, self.crc)
+        return written
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
+    """Make a sealed binary file, flushed to disk. `write` writes to the stream that it is given;
+    its content is summed on the way.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    with open(path, "wb") as stream:
+        summing = _SummingStream(stream)
+        try:
+            write(summing)
+        except Exception:
+            if summing.error is not None:
+                raise summing.error from None
+            raise
+        stream.write(trailer(summing.crc))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def trailer(crc: int) -> bytes:
+    """The end of a sealed file whose content has this sum."""
+    return b"\nmoe-plugin crc32 %08x\n" % crc
+
+
+def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """First byte and value of the checksum in a safetensors file. None if the file has none."""
+    with open(path, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(length) if length <= _HEADER_BYTES else b""
+    found = _DIGITS.search(header) if header.startswith(b"{") else None
+    return None if found is None else (8 + found.start(1), int(found[1], 16))
+
+
+def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
+    """Put the checksum into a complete file: into the header of safetensors that were written with
+    `METADATA`, into a trailer of other files.
+
+    Args:
+        crc: of the file's bytes; computed by default.
+    """
+    crc, found = crc_of(path) if crc is None else crc, _digits_in_header(path)
+    with open(path, "r+b") as stream:
+        if found is None:
+            stream.seek(0, os.SEEK_END)
+            stream.write(trailer(crc))
+        else:
+            stream.seek(found[0])
+            stream.write(b"%08x" % crc)
+
+
+def seal_of(path: str | os.PathLike[str]) -> int | None:
+    """The checksum that a sealed binary file was written with. None if the file is not sealed."""
+    with open(path, "rb") as stream:
+        stream.seek(max(0, os.path.getsize(path) - _TRAILER_BYTES))
+        found = _TRAILER.fullmatch(stream.read())
+    if found is not None:
+        return int(found[1], 16)
+    inside = _digits_in_header(path)
+    return None if inside is None else inside[1]
+
+
+def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | None = None) -> int:
+    """CRC-32 of a file, or of its first `size` bytes.
+
+    digits: first byte of a checksum in it, in whose place zeros are summed.
+    """
+    size = os.path.getsize(path) if size is None else size
+    with open(path, "rb", buffering=0) as stream:
+        if digits is None:
+            return _sum(stream, size, 0)
+        crc = crc32(b"0" * 8, _sum(stream, digits, 0))
+        stream.seek(digits + 8)
+        return _sum(stream, size - digits - 8, crc)
+
+
+def _sum(stream: RawIOBase, left: int, crc: int) -> int:
+    """The sum, after the next `left` bytes were added to it."""
+    buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # in the processor's cache
+    while left > 0 and (count := stream.readinto(buffer[:left])):
+        crc, left = crc32(buffer[:count], crc), left - count
+    return crc
+
+
+def verify(path: str | os.PathLike[str]) -> bool:
+    """Whether the file is sealed.
+
+    Raises: DamagedFile: it is sealed and is not what was written.
+    """
+    check_input(path)
+    size = os.path.getsize(path)
+    with open(path, "rb") as stream:
+        start = stream.read(len(_ZIP_START))
+        stream.seek(max(0, size - _TRAILER_BYTES))
+        end = stream.read()
+    trailer, inside = _TRAILER.fullmatch(end), _digits_in_header(path)
+    if trailer is None and inside is None:
+        # an unsealed zip file ends with its directory; otherwise this was a trailer
+        if start == _ZIP_START and end[-_ZIP_END_BYTES:][: len(_ZIP_END)] != _ZIP_END:
+            raise DamagedFile("its end is not what was written")
+        return False
+    if trailer is None:
+        at, wanted = inside
+        found = crc_of(path, size, at)
+    else:
+        found, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
+    if found != wanted:
+        raise DamagedFile(f"its checksum is {found:08x}, it was written with {wanted:08x}")
+    return True
+
+
+def seal_json(values: Mapping[str, Any]) -> str:
+    """JSON text of a mapping with its checksum."""
+    body = json.dumps({"sealed": True, **values})[:-1]
+    return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}\n'
+
+
+def open_json(text: str) -> tuple[Any, bool]:
+    """The values of a JSON text, and whether it is sealed.
+
+    Raises:
+        DamagedFile: it is sealed and is not what was written.
+        ValueError: it is not JSON.
+    """
+    start, end = text.startswith(_JSON_START), None
+    if found := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
+        end = len(text) - len(text[-64:]) + found.start()
+    if start or end is not None:
+        if not start or end is None or crc32(text[:end].encode()) != int(found[1], 16):
+            raise DamagedFile("its checksum is not the one it was written with")
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("too many nested brackets") from error
+    if start:
+        del values["sealed"], values["crc32"]
+    return values, start
+
+
+_CHECKED: list[Path] = []  # files that another function verifies
+
+
+@contextmanager
+def verified(paths: Iterable[Path]) -> Iterator[None]:
+    """Read these files without `FirstRead`, because the caller has verified them."""
+    mine = list(paths)
+    _CHECKED.extend(mine)
+    try:
+        yield
+    finally:
+        for path in mine:
+            _CHECKED.remove(path)
+
+
+class FirstRead:
+    """Verifies a file once, when the first of its tensors is read.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._done, self._lock = path, False, Lock()
+
+    def __call__(self) -> None:
+        """Raises: DamagedFile: the file is sealed and is not what was written."""
+        if self._done or self._path in _CHECKED:
+            return
+        with self._lock:
+            if not self._done:
+                verify(self._path)
+                self._done = True

@@ -1,0 +1,150 @@
+"""Known warnings of libraries that no user of ours can act on: which ones, and hiding them.
+
+Each is known by the module that it names and by how its text begins; every other warning, and all
+errors, are shown. Whoever sets Python's own filters (`PYTHONWARNINGS=default`, `python -W ...`)
+decides alone: then nothing is hidden here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """A warning.
+
+    Attributes:
+        module: where Python says it comes from.
+        text: how it begins, a regular expression.
+    """
+
+    module: str
+    text: str
+
+
+@dataclass(frozen=True)
+class KnownLine:
+    """A line of a library's log that is not a warning.
+
+    Attributes:
+        logger: its name.
+        text: how the line begins, a regular expression.
+    """
+
+    logger: str
+    text: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """For `Logger.addFilter`: whether the line is another one."""
+        return re.match(self.text, record.getMessage()) is None
+
+
+_SCHEMA = r"'\w+' is validated against ConfigStore schema with the same name"
+_NO_APEX = "Transformer Engine and Apex are not installed"
+_PIN_MEMORY = Known("torch.utils.data.dataloader",
+                    "'pin_memory' argument is set as true but no accelerator is found")
+# Settings of fairseq 0.12 under hydra 1.3, and calls in it that torch has renamed since: fairseq
+# sees no further release. The last is true of every run on CPU.
+FAIRSEQ = (
+    Known("moe_plugin.hosts.fairseq.compat.runtime", 'version_base="1.1" selects Hydra 1.1'),
+    Known("moe_plugin.hosts.fairseq.compat.runtime", "`broadcast_buffers` is deprecated"),
+    Known("fairseq_cli.hydra_train", "The version_base parameter is not specified"),
+    Known("hydra.experimental.compose", r"hydra.experimental.compose\(\) is no longer exp"),
+    Known("hydra.core.default_element", "In '.*': Usage of deprecated keyword in package header"),
+    Known("hydra.compose", "The strict flag in the compose API is deprecated"),
+    Known("hydra._internal.hydra", "Future Hydra versions will no longer change working directory"),
+    Known("hydra.main", _SCHEMA),
+    Known("__main__", _SCHEMA),  # of fairseq-generate
+    Known("sys", _SCHEMA),
+    Known("__main__", _SCHEMA),
+    Known("fairseq_cli.hydra_train", _SCHEMA),
+    Known("moe_plugin.hosts.fairseq.compat.hydra_train", _SCHEMA),
+    Known("fairseq.tasks.fairseq_task", r"`torch.cuda.amp.autocast\(args...\)` is deprecated"),
+    Known("torch.nn.functional", "Support for mismatched key_padding_mask and attn_mask is depr"),
+    _PIN_MEMORY,
+)
+FAIRSEQ_LINES = (  # it imports a user dir twice
+    KnownLine("fairseq.utils", r"--user-dir=.*moe_plugin has already been imported"),
+)
+# Optional packages that replace parts of Megatron-core on GPUs (`moe-plugin doctor` says what is
+# missing), and its own use of what it has renamed.
+MEGATRON = (
+    Known("megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision", _NO_APEX),
+    Known("megatron.core.optimizer", _NO_APEX),
+    Known("megatron.core.optimizer.optimizer", _NO_APEX),
+    Known("megatron.core.optimizer.clip_grads", _NO_APEX),
+    Known("megatron.core.models.backends", "Apex is not installed. Falling back to Torch Norm"),
+    Known("megatron.core.models.gpt.gpt_layer_specs", "Apex is not installed. Falling back to"),
+    Known("megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs", "Apex is not inst"),
+    Known("megatron.core.extensions.transformer_engine_spec_provider", "Only transformer-engine"),
+    Known("megatron.training.utils.common_utils", _NO_APEX),
+    Known("megatron.core.transformer.transformer_config", "full scope is deprecated. Use empty"),
+    Known("megatron.core.dist_checkpointing.strategies.torch", "`load_state_dict` is deprecated"),
+    Known("moe_plugin.hosts.megatron.compat.cpu", "Please use DTensor instead and we are deprec"),
+    _PIN_MEMORY,
+)
+# what torchft says of each meeting on a machine without NCCL, and of a state that it receives
+TORCHFT = (Known("torch.distributed._serialization", "The given buffer is not writable"),)
+TORCHFT_LINES = (
+    KnownLine("torchft.manager", r".*Unable to reset NCCL flight recorder"),
+    *(KnownLine(f"torchft_{name}", r"\Z") for name in ("commits", "quorums", "errors")),  # empty
+)
+# the first node, which has the store of the rendezvous, may end before the others
+TORCHRUN_LINES = (
+    KnownLine("torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+              r"The node '.*' has failed to shutdown the rendezvous"),
+)
+
+
+def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
+    """Hide these for the rest of the process, or until the filters of `warnings` are reset.
+
+    Doing it again changes nothing.
+    """
+    if sys.warnoptions:
+        return
+    for warning in known:
+        warnings.filterwarnings("ignore", r"\s*" + warning.text,
+                                module=re.escape(warning.module) + r"\Z")
+    for line in lines:
+        logging.getLogger(line.logger).addFilter(line)
+
+
+@contextmanager
+def hidden(known: Iterable[Known]) -> Iterator[None]:
+    """Hide these while a command runs; the filters that were there return afterwards."""
+    with warnings.catch_warnings():
+        hide(known)
+        yield
+
+
+def own_log(verbose: bool = False) -> None:
+    """The log of one of our commands on standard error: our own lines, of others what is at least a
+    warning. A program that has set up its log keeps it.
+
+    verbose: everything, of everybody.
+    """
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING,
+                            format="%(message)s")
+        if not verbose:
+            logging.getLogger("moe_plugin").setLevel(logging.INFO)
+
+
+@contextmanager
+def quiet(name: str = "moe_plugin") -> Iterator[None]:
+    """Only warnings of this logger, for the time of the block."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,87 @@
+"""Errors of command lines: short, once on a node, with the near name."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_plugin.cli.main import main
+from moe_plugin.config.tree import run_from_dict
+from moe_plugin.routing.registry import routers
+from moe_plugin.utils.messages import REMOVED, Parser, alike
+
+pytestmark = pytest.mark.fast
+
+
+def _parser(flags: int = 0) -> Parser:
+    parser = Parser(prog="tool", allow_abbrev=False)
+    parser.add_argument("--expert-model-parallel-size", type=int)
+    parser.add_argument("--expert-tensor-parallel-size", type=int)
+    parser.add_argument("--router", choices=("switch", "gshard"))
+    for number in range(flags):
+        parser.add_argument(f"--some-flag-{number:03}", metavar="V" * 40)
+    return parser
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    ("--expert-model-paralel-size 2",
+     "unrecognized arguments: --expert-model-paralel-size; did you mean "
+     "--expert-model-parallel-size?"),
+    ("--expert-model-parallel-sizes=2 --ruter x",
+     "unrecognized arguments: --expert-model-parallel-sizes --ruter; did you mean "
+     "--expert-model-parallel-size instead of --expert-model-parallel-sizes?; did you mean --router"
+     " instead of --ruter?"),
+    ("--quite-another x", "unrecognized arguments: --quite-another"),
+    ("--router swich", "did you mean switch?"), ("x", "unrecognized arguments: x")])
+def test_the_near_name_is_said_in_one_line(argv: str, said: str, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        _parser(flags=40).parse_args(argv.split())
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.startswith("tool: error: ") and shown.count("\n") == 1
+    assert f"{said} (all arguments: tool --help)" in shown
+
+
+def test_commands_below_know_their_own_flags(capsys) -> None:
+    parser = Parser(prog="tool")
+    below = parser.add_subparsers(dest="command").add_parser("plan")
+    below.add_argument("--model")
+    for argv, said in ((["plan", "--modl", "x"], "did you mean --model?"),
+                       (["plann"], "did you mean plan?")):
+        with pytest.raises(SystemExit):
+            parser.parse_args(argv)
+        assert said in capsys.readouterr().err
+
+
+def test_other_ranks_wait_to_be_ended_by_the_launcher(capsys, monkeypatch) -> None:
+    """It ends all ranks when the first has ended, also the one that is about to say why."""
+    waited: list[float] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("time.sleep", waited.append)
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args(["--ruter"])
+    assert ended.value.code == 2 and not capsys.readouterr().err and waited[0] >= 5
+
+
+def test_near_names_of_registries() -> None:
+    with pytest.raises(ValueError, match="^unknown router 'swich'; did you mean switch\\? If not, "
+                                         "known: .*topk"):
+        routers.get("swich")
+    assert alike("loss_scale", ["loss_scale_window", "loss", "x"]) == ["loss_scale_window"]
+
+
+def test_what_was_removed_says_so_in_every_place(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in REMOVED:
+        words = name.split()
+        if name.startswith("--"):  # a flag of a host
+            parser = Parser(prog="train")
+            with pytest.raises(SystemExit):
+                parser.parse_args([name, "x"])
+        elif len(words) == 1:
+            section, _, key = name.rpartition(".")
+            with pytest.raises(ValueError, match=f"{name} was removed: "):
+                run_from_dict({section: {key: "x"}} if section else {key: "x"})
+            continue
+        else:
+            with pytest.raises(SystemExit):
+                main([words[0], *["x", "y"] * words[1].startswith("--"), words[1], "z"])
+        assert f"{words[-1]} was removed: " in capsys.readouterr().err, name
