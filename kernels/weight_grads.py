@@ -255,6 +255,10 @@ class LaterGrads:
     def __init__(self) -> None:
         self._left: list[Callable[[], Mapping[str, Tensor | None]]] = []
 
+    def __len__(self) -> int:
+        """Passes whose gradients are left."""
+        return len(self._left)
+
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
         """Operands of a call whose weights' gradients are left, and of which weights they are

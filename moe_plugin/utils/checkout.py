@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDERS = ("kernels", "configs")
-ROOT = Path(__file__).resolve().parents[1]  # of a checkout
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 
 
 class CheckoutFinder:

@@ -372,7 +372,7 @@ def _split(argv: list[str]) -> tuple[dict[str, Any], list[int]]:
     backward, finish, send = SplitStep.backward, SplitStep.finish_backward, Sender.send
 
     def left() -> int:
-        return sum(len(later._left) for later in now[-1].left.values())
+        return sum(len(later) for later in now[-1].left.values())
 
     def begun(self: Any, *given: int) -> None:
         now.append(self)
