@@ -80,8 +80,8 @@ class FFNParameters:
             makes its own.
         adapters: of the same experts, "in" (of w_in and w_gate, whose outputs lie side by side)
             and "out"; only strategies of `from_matmul` read them.
-        later: where strategy `kernels` leaves the weights' gradients in exact precisions, in the
-            place of computing them in backward; other strategies compute them there.
+        later: where strategies `fused` and `kernels` leave the weights' gradients in exact
+            precisions, in the place of computing them in backward; others compute them there.
     """
 
     w_in_LDF: Tensor
@@ -105,6 +105,13 @@ class FFNParameters:
     keep: Keep | None = None
     adapters: Mapping[str, LowRank] = field(default_factory=dict)
     later: LaterGrads | None = None
+
+    def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
+        """Where a call with these rows and gates leaves its weights' gradients; None: nowhere.
+        Without a gradient of its inputs nothing waits, and autograd would not see the call.
+        """
+        wanted = any(x is not None and x.requires_grad for x in inputs)
+        return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
         """Inputs of one autograd function, and the `main_grad_weights` among them.

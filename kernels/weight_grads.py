@@ -255,6 +255,21 @@ class LaterGrads:
     def __init__(self) -> None:
         self._left: list[Callable[[], Mapping[str, Tensor | None]]] = []
 
+    def __len__(self) -> int:
+        """Passes whose gradients are left."""
+        return len(self._left)
+
+    @staticmethod
+    def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+        """Operands of a call whose weights' gradients are left, and of which weights they are
+        wanted: autograd sees no weight, so that no hook of one runs before its gradient is there.
+
+        tensors: [w_in, b_in, w_gate, b_gate, w_out, b_out].
+        """
+        wanted = tuple(t is not None and t.requires_grad for t in tensors[::2])
+        return [t if t is None or place % 2 else t.detach()
+                for place, t in enumerate(tensors)], wanted
+
     def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Leave a pass's gradients: `work` returns them by name, None: not needed."""
         self._left.append(work)
@@ -264,15 +279,26 @@ class LaterGrads:
         self._left.clear()
 
     @torch.no_grad()
-    def compute(self, weights: Mapping[str, Tensor]) -> None:
+    def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
         """Add what was left, in the order of the passes, to the `grad` of weights by these names.
+
+        hooks: as one backward pass does: its gradients of a weight are summed, then given to the
+            weight's hooks.
         """
         left, self._left = self._left, []
+        sums: dict[str, Tensor] = {}
         for work in left:
             for name, grad in work().items():
-                if grad is not None:
-                    before = weights[name].grad
-                    weights[name].grad = grad if before is None else before.add_(grad)
+                if grad is None:
+                    continue
+                if hooks:
+                    sums[name] = sums[name] + grad if name in sums else grad
+                    continue
+                before = weights[name].grad
+                weights[name].grad = grad if before is None else before.add_(grad)
+        for name in list(sums):
+            with torch.enable_grad():
+                weights[name].view_as(weights[name]).backward(sums.pop(name))
 
 
 @dataclass(frozen=True)

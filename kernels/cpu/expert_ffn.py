@@ -18,6 +18,7 @@ rows, widths 256 and 512: 34.3 to 29.9 ms).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ from moe_plugin.kernels.cpu.products import Products, products_of, row_rule
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
-from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, MainGrad, WeightGrad
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads, MainGrad, WeightGrad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
@@ -95,6 +96,7 @@ class _FFNCall:
         late: the gates multiply the gradients behind the last product's, which `native` does,
             and not the output's: then it has all it needs for the gates' gradient as well.
         main_grad_weights, sums: see `FFNParameters`.
+        later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """
 
     counts: list[int]
@@ -109,6 +111,8 @@ class _FFNCall:
     late: bool
     main_grad_weights: Mapping[str, Tensor]
     sums: GradSums
+    later: LaterGrads | None
+    wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
         """Memory for the rows of all blocks (`whole`), or of one block at a time."""
@@ -200,8 +204,10 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
         sums.calls += 1
     # a row too many may be another unit's, which is computed after it
     products = products_of(x, in_order=not exact)
+    later = None if torch.is_autocast_enabled(x.device.type) else p.leaving(x, gates_TK)
+    tensors, wanted = (tensors, ()) if later is None else later.cut_off(tensors)
     call = _FFNCall(counts, blocks, products, act, native, p.memory, maps, keep, keep_after, late,
-                    redirected, sums)
+                    redirected, sums, later, wanted)
     if not torch.is_autocast_enabled(x.device.type):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
     # operands are cast already; inside, products write into buffers of their own dtype
@@ -295,8 +301,12 @@ class _Backward:
                                  for t in (before, after, up))
         width, inner = w_in.shape[1:]
         need_x, need_gates, *needs = ctx.needs_input_grad[1:]
-        weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
-        self._make_grads(weights, needs)
+        self.weights = weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
+        self.bias_grads = {
+            name: w.new_zeros(len(call.counts), w.shape[2])
+            for (name, w), need in zip(weights.items(), needs[1::2], strict=True) if need
+        }
+        self.bias_into = {name: _by_unit(g, call.blocks) for name, g in self.bias_grads.items()}
         self.transposed = {
             name: _Linear(call, w.transpose(1, 2))
             for name, w in weights.items() if w is not None
@@ -310,41 +320,55 @@ class _Backward:
         self.grad_output = self._read_grad()
         self.grad_rows = call.make("grad rows", width, grad_y, whole=True) if need_x else None
         self.before = BlockRows(call.blocks, before, True, by_row=False)
-        self.after = (call.make("recomputed act", inner, grad_y) if after is None
+        # what weight gradients are left for is there for all blocks
+        make = functools.partial(call.make, width=inner, like=grad_y, whole=call.later is not None)
+        self.after = (make("recomputed act") if after is None
                       else BlockRows(call.blocks, after, True, by_row=False))
         # `inner` is what the last matmul read: the activation, or its product with the other factor
         self.recompute, self.inner = after is None, self.after
-        self.activation_grad = call.make("activation grad", inner, grad_y)
+        self.activation_grad = make("activation grad")
         self.up = self.up_grad = None
         if w_gate is not None:
             self.up = BlockRows(call.blocks, up, True, by_row=False)
-            self.up_grad = call.make("up grad", inner, grad_y)
+            self.up_grad = make("up grad")
             if call.native is None:
-                self.inner = call.make("gated", inner, grad_y)
-        self.input, self.columns = None, {}
+                self.inner = make("gated")
+        self.x, self.input, self.columns = x, None, {}
+        self.grads: dict[str, MainGrad | WeightGrad] = {}
+        if call.later is None:
+            self._begin_weights(needs[::2])
+
+    def _begin_weights(self, needs: Sequence[bool]) -> None:
+        call = self.call
+        self.grads = {
+            name: MainGrad(call.sums, name, call.main_grad_weights[name], call.memory)
+            if name in call.main_grad_weights else WeightGrad(call.sums, name, w, call.memory)
+            for (name, w), need in zip(self.weights.items(), needs, strict=True) if need
+        }
         if W_OUT in self.grads:
             self.columns[W_OUT] = self.inner.columns()
         if W_IN in self.grads or W_GATE in self.grads:
-            self.input = call.gathered(x, "gathered")
+            self.input = call.gathered(self.x, "gathered")
             self.columns[W_IN] = self.columns[W_GATE] = self.input.columns()
 
-    def _make_grads(self, weights: dict[str, Tensor | None], needs: list[bool]) -> None:
-        call = self.call
-        self.grads: dict[str, MainGrad | WeightGrad] = {
-            name: MainGrad(call.sums, name, call.main_grad_weights[name], call.memory)
-            if name in call.main_grad_weights else WeightGrad(call.sums, name, w, call.memory)
-            for (name, w), need in zip(weights.items(), needs[::2], strict=True) if need
-        }
-        self.bias_grads = {
-            name: w.new_zeros(len(call.counts), w.shape[2])
-            for (name, w), need in zip(weights.items(), needs[1::2], strict=True) if need
-        }
-        self.bias_into = {name: _by_unit(g, call.blocks) for name, g in self.bias_grads.items()}
+    def _left_weights(self) -> dict[str, Tensor | None]:
+        """After `run`: the weights' gradients that it has left."""
+        self.bias_into = {}
+        self._begin_weights(self.call.wanted)
+        for block in range(len(self.call.blocks)):
+            if W_OUT in self.grads:
+                grad = self.grad_output.take(block)
+                self._scale_grad(block)
+                self._add_weight_grads(W_OUT, block, grad.own)
+            self._input_side(block, rows=False)
+        return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None: not needed."""
         for block in range(len(self.call.blocks)):
             self._block(block)
+        if self.call.later is not None:
+            self.call.later.add(self._left_weights)
         grads = {name: g.result() for name, g in self.grads.items()}
         return (self._grad_x(), self._grad_gates(),
                 *(made.get(name) for name in WEIGHTS for made in (grads, self.bias_grads)))
@@ -356,8 +380,7 @@ class _Backward:
         inner = self._native if self.call.native is not None else self._by_torch
         inner(block, grad_NF, h_NF, up_NF)
         self._add_weight_grads(W_OUT, block, grad.own)
-        self._input_side(block, {W_IN: self.activation_grad} if self.up is None else
-                         {W_IN: self.up_grad, W_GATE: self.activation_grad})
+        self._input_side(block)
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
         """The gradients before the activation; `inner`, which the last weight's gradient needs."""
@@ -365,9 +388,13 @@ class _Backward:
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
                                   scale_N, self.dots[block], not self.recompute)
+        if W_OUT in self.grads:
+            self._scale_grad(block)
+
+    def _scale_grad(self, block: int) -> None:
         # the last product took the output's gradient without gates; its weight's gradient has them
-        if scale_N is not None and W_OUT in self.grads:
-            self.call.native.scale(self.grad_output.rows.of_block[block], scale_N)
+        if self.scales[block] is not None:
+            self.call.native.scale(self.grad_output.rows.of_block[block], self.scales[block])
 
     def _by_torch(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
         """As `_native`."""
@@ -412,14 +439,17 @@ class _Backward:
             self.grads[name].add_matmuls([unit.index for unit in self.call.blocks[block].units],
                                          self.columns[name][block], grads)
 
-    def _input_side(self, block: int, grads: dict[str, BlockRows]) -> None:
+    def _input_side(self, block: int, rows: bool = True) -> None:
         """Gradients of the first matmuls' weights and biases, and of the rows."""
+        grads = {W_IN: self.activation_grad} if self.up is None else {
+            W_IN: self.up_grad, W_GATE: self.activation_grad}
         if self.input is not None:
             self.input.take(block)  # gathered again: cheaper than to keep k copies of each token
-        for name, rows in grads.items():
-            grad = rows.of_units[block]
+        for name, made in grads.items():
+            grad = made.of_units[block]
             self._add_weight_grads(name, block, grad.own)
-            if self.grad_rows is not None:  # both factors of a gated expert read the same rows
+            # both factors of a gated expert read the same rows
+            if rows and self.grad_rows is not None:
                 self.transposed[name].into(block, grad, self.grad_rows, add=name != W_IN)
 
     def _grad_x(self) -> Tensor | None:

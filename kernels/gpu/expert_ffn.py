@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, List, Optional
 
 import torch
@@ -94,8 +94,10 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
             sums.calls += 1
         # the pieces' exchanges run beside the products
         groups = RowGroups(counts, x.device, p.sums is not None, p.schedule)
-        later = None if autocast or rounded is not None else p.later
+        later = None if autocast or rounded is not None else p.leaving(x, maps[0])
         call = _Call(groups, p.activation, p.precision, redirected, sums, rounded, later)
+        if later is not None:
+            tensors, call.wanted[:] = later.cut_off(tensors)
         if p.keep is not None and plan is None and isinstance(counts, DeviceCounts):
             keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
             return _Stashed.apply(keep, call, x, *maps, *tensors)
@@ -112,7 +114,8 @@ class _Call:
     """What the forward and the backward pass of a call share, apart from tensors.
 
     groups: with the tables of tiles, which forward makes and backward uses again. The others: as in
-    `FFNParameters` and `rounded_call`; later: None where this call cannot leave anything.
+    `FFNParameters` and `rounded_call`; later: None where this call cannot leave anything; wanted:
+    see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -122,6 +125,7 @@ class _Call:
     sums: GradSums
     rounded: RoundedCall | None
     later: LaterGrads | None = None
+    wanted: list[bool] = field(default_factory=list)
 
 
 # one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break.
@@ -343,6 +347,8 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         needed = [ctx.needs_input_grad[i] for i in (1, 2, 5, 6, 7, 8, 9, 10)]
+        if call.later is not None:
+            needed[2::2] = call.wanted
         x, gates, *rest = _gradients(
             call.groups, grad_y, *ctx.saved_tensors, call.activation, call.precision, needed,
             call.main_grad_weights, call.sums, call.rounded, call.later)

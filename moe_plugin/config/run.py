@@ -234,7 +234,13 @@ class PipelineConfig(SettingsSection):
         "none: on a GPU what is free, on a CPU any",
         flag="pipeline-memory", prefix="--")
 
+    delay_weights: bool = option(
+        False, "with eager-1f1b: weights' gradients while the input's travels",
+        flag="pipeline-delay-weights", prefix="--")
+
     def check_bounds(self) -> None:
+        self.require("delay_weights", not self.delay_weights or self.schedule == "eager-1f1b",
+                     "off without pipeline.schedule=eager-1f1b", "use pipeline.schedule=eager-1f1b")
         self.require("memory", self.memory is None or self.schedule == "auto",
                      "none without pipeline.schedule=auto", "use pipeline.schedule=auto")
         self.require("slices", self.slices is None or self.cuts,

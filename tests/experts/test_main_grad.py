@@ -266,3 +266,30 @@ def test_anomaly_mode_finds_nothing() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.isfinite(layer.experts.w_in_LDF.main_grad).all()
+
+
+@pytest.mark.parametrize("compute", ["fused", "kernels", "loop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind,bias,adds", [("ffn", True, False), ("gated_ffn", False, True),
+                                            ("gated_ffn", True, False)])
+def test_gradients_left_for_later_are_the_same_bits(compute: str, dtype: torch.dtype, kind: str,
+                                                    bias: bool, adds: bool) -> None:
+    """No weight's hook runs before its gradient is there, and each runs once in a micro-batch."""
+    at_once = make_layer(experts={"hidden_dim": 24, "kind": kind, "bias": bias,
+                                  "compute": compute}).to(dtype)
+    left = copy.deepcopy(at_once)
+    hooks = [like_megatron(layer, adds) for layer in (at_once, left)]
+    left.experts.later = LaterGrads()
+    weights = dict(left.experts.named_parameters(recurse=False))
+    for x in inputs(dtype):
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        for layer, each in zip((at_once, left), xs, strict=True):
+            step(layer, each)
+        early = {name for name in hooks[1] if name.startswith("experts.w_")}
+        assert bool(early) == (compute == "loop")
+        left.experts.later.compute(weights, hooks=True)
+        assert torch.equal(xs[0].grad, xs[1].grad) and sorted(hooks[0]) == sorted(hooks[1])
+        for ran in hooks:
+            ran.clear()
+    for (name, one), other in zip(at_once.named_parameters(), left.parameters(), strict=True):
+        assert torch.equal(one.main_grad, other.main_grad) and one.main_grad.any(), name

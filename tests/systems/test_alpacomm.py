@@ -1,4 +1,5 @@
-"""AlpaComm: `--stage-layouts tp=2 tp=1` moves activations by `planner.resharding`; eager 1F1B.
+"""AlpaComm: `--stage-layouts tp=2 tp=1` moves activations by `planner.resharding`; eager 1F1B with
+`--pipeline-schedule eager-1f1b --pipeline-delay-weights`.
 
 Reference: every order of the slices with every choice of senders, by brute force; tensors cut and
 put together by hand; the published gain over a message to each receiver (up to 10 times).
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +123,25 @@ def test_eager_1f1b_with_delayed_weight_gradients_comes_close_to_no_transfers() 
     # published end to end: 10 % (GPT-3) to 50 % (U-Transformer) faster than overlapped transfers
     gains = [step("overlapped", send) / step("eager", send, 1.0) for send in (0.25, 0.5, 1.0)]
     assert gains[0] >= 1.1 and gains[-1] >= 1.35
+
+
+@pytest.mark.megatron
+@pytest.mark.distributed
+def test_a_run_with_delayed_weight_gradients_logs_the_losses_of_1f1b(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core",
+                        reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+    from tests.hosts.megatron.conftest import make_data
+    from tests.hosts.megatron.training import PP2, VERSION, launched
+
+    if VERSION < (0, 17):
+        pytest.skip("needs megatron.training, which megatron-core 0.17 and newer hold")
+    argv = [*PP2, "--data-path", make_data(tmp_path), "--train-iters", "3"]
+    eager = [*argv, "--pipeline-schedule", "eager-1f1b", "--pipeline-delay-weights"]
+    plain, delayed = (re.findall(r"lm loss (\S+) .*grad norm (\S+)",
+                                 launched(each, 2, tmp_path)) for each in (argv, eager))
+    assert len(plain) == 3 and delayed == plain
+    said = launched([*argv, "--pipeline-delay-weights"], 2, tmp_path, fails=True)
+    assert "pipeline.delay_weights=True" in said and "use pipeline.schedule=eager-1f1b" in said
 
 
 def moved(comm: Comm, shape: tuple[int, ...], source: TensorLayout, target: TensorLayout,

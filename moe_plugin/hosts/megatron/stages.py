@@ -167,11 +167,12 @@ class Stages:
 def delay(layer: Any) -> None:
     """Leave the weight gradients of a `PluginMoELayer` to `backward_dw`.
 
-    Strategy `kernels` computes them there; other ways to compute experts have them from the
-    backward pass. Megatron takes all of them there: its data-parallel wrapper gives each module
-    that has the method `register_wgrad_accumulation_and_reduce_hooks` what takes the gradient of
-    any parameter in it. So the routed experts have it, not the layer, which has the shared expert,
-    too: what takes that one's gradients is its own modules' to call, when they are there.
+    Strategies `fused` and `kernels` compute them there; other ways to compute experts have them
+    from the backward pass. Megatron takes all of them there: its data-parallel wrapper gives each
+    module that has the method `register_wgrad_accumulation_and_reduce_hooks` what takes the
+    gradient of any parameter in it. So the routed experts have it, not the layer, which has the
+    shared expert, too: what takes that one's gradients is its own modules' to call, when they are
+    there.
     """
     layer._gradient_hooks = []
     layer.experts.register_wgrad_accumulation_and_reduce_hooks = functools.partial(

@@ -7,6 +7,7 @@ processors of their own; transfers are real.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.cli.figures import columns
+from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.pipeline.slices import cut, slice_seconds
 from moe_plugin.planner.units import show_time
@@ -28,8 +30,11 @@ from scripts.emulate.networks import chain
 TITLE = "Pipeline schedules over slow links"
 STAGES, FORWARD_S, SMALL = 4, 0.1, 64  # SMALL: tokens of a transfer
 OVERLAPPED = "1f1b, transfers behind compute"
+DELAYED = "eager-1f1b, weights delayed"
 # the planner's mode of what is measured
-MODES = {"1f1b": "paired", OVERLAPPED: "overlapped", "eager-1f1b": "eager"}
+MODES = {"1f1b": "paired", OVERLAPPED: "overlapped", "eager-1f1b": "eager", DELAYED: "eager"}
+OWN = {"eager-1f1b": {"schedule": "eager-1f1b"},
+       DELAYED: {"schedule": "eager-1f1b", "delay_weights": True}}
 
 
 def slice_s(length: int, context: int) -> float:
@@ -56,24 +61,34 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """Waits as long as a stage would compute."""
+    """Waits as long as a stage would compute; half of backward is the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = 2 * seconds
+    def forward(ctx: Any, x: Tensor, seconds: float, stage: WaitingStage) -> Tensor:
+        ctx.seconds, ctx.stage = seconds, stage
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
-        return grad, None
+
+        def weights() -> dict[str, Tensor | None]:
+            time.sleep(ctx.seconds)
+            return {}
+
+        if ctx.stage.later is None:
+            weights()
+        else:
+            ctx.stage.later.add(weights)
+        return grad, None, None
 
 
 class WaitingStage(nn.Module):
     """What Megatron's schedules need of a stage."""
 
     position_embedding_type, model_type = "none", None
+    later: LaterGrads | None = None
 
     def __init__(self, load: Load, config: Any) -> None:
         super().__init__()
@@ -87,7 +102,7 @@ class WaitingStage(nn.Module):
         """Output [l, 1, D] of input_ids and position_ids [1, l]; on the last stage [1, l]."""
         length, start = input_ids.shape[1], int(position_ids[0, 0])
         x = torch.zeros(length, 1, self.load.width) if dist.get_rank() == 0 else self.taken
-        y = WaitFunction.apply(x + self.weight, self.load.forward_s(length, start))
+        y = WaitFunction.apply(x + self.weight, self.load.forward_s(length, start), self)
         return y.mean(-1).t() if dist.get_rank() == STAGES - 1 else y
 
 
@@ -118,7 +133,7 @@ def one_way_s(length: int, width: int) -> float:
     return float((got - sent).median())
 
 
-def measure_stages(part: str, schedules: Mapping[str, dict[str, str] | None],
+def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
     """On each rank: seconds of transfers of all tokens and of few; when steps began and ended."""
     from megatron.core import parallel_state as ps
@@ -174,8 +189,7 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
     load, slices = LOADS[part], slices_of(part)
     names = ["1f1b", *slices] if slices else list(MODES)
     settings = {name: {"schedule": "terapipe", "slices": ",".join(map(str, slices[name]))}
-                if name in slices else {"schedule": name} if name == "eager-1f1b" else None
-                for name in names}
+                if name in slices else OWN.get(name) for name in names}
     with EmulatedCluster(STAGES, 1) as cluster:
         cluster.set_network(chain(STAGES, 1e6 * rate_mbit_s))
         ranks = cluster.run(measure_stages, part, settings, rounds, timeout_s=600,
@@ -195,7 +209,8 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
                 backward_s=tuple(2 * s for s in seconds),
                 send_s=tuple(small_s + token_s * (n - SMALL) for n in slices[name])).simulate()
         else:
-            outcome = line.simulate(MODES[name])
+            late = forward_s if name == DELAYED else 0.0
+            outcome = dataclasses.replace(line, delayed_s=late).simulate(MODES[name])
         every = zip(*(rank["moments"][name] for rank in ranks), strict=True)
         steps = [max(end for _, end in step) - min(start for start, _ in step) for step in every]
         found[name] = {"measured_s": statistics.median(steps), "steps_s": steps,
@@ -227,7 +242,9 @@ def schedules_part(seen: dict[str, Any]) -> list[str]:
         "with the measured time of one transfer; of Megatron's 1F1B it knows that both stages wait "
         "for a transfer, and that what crosses between two stages goes in turn over gloo (over "
         "NCCL it need not: `transport` in a file of `moe-plugin plan --pipeline`). The second "
-        "schedule is 1F1B's order with the transfers of eager 1F1B. Median of "
+        "schedule is 1F1B's order with the transfers of eager 1F1B; in the last one a backward "
+        "pass sends its input's gradient when half of its time is over "
+        "(`--pipeline-delay-weights`). Median of "
         f"{seen['rounds']} steps. Without transfers a step takes "
         f"{seen['rows'][0]['ideal_s']:.2f} s.",
         table_of(seen["rows"], list(MODES))]

@@ -74,7 +74,7 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("made_by", ["local", "transformer_engine", "full_iteration"])
 def test_graphs_are_refused(made_by: str) -> None:
     """Megatron's own schedules alone say in which micro-batch a graph is."""
-    from moe_plugin.hosts.megatron.pipeline.base import EagerSchedule
+    from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 
     schedule: Any = SimpleNamespace(name="eager-1f1b", unfit=())
     EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl="none"))
@@ -359,3 +359,94 @@ def test_virtual_stages_equal_1f1b(sizes: list[str], data: str, tmp_path: Path) 
 def _numbers(argv: list[str]) -> dict[str, torch.Tensor]:
     found = steps(argv)
     return {name: found[name] for name in ("losses", "balance", "norms")}
+
+
+def _split(argv: list[str]) -> tuple[dict[str, Any], list[int]]:
+    """As `steps` with `--pipeline-delay-weights`; of how many linear layers and experts each
+    backward pass has left the weights' gradients when its input's was sent.
+    """
+    from moe_plugin.hosts.megatron.pipeline.eager import SplitStep
+    from moe_plugin.hosts.megatron.pipeline.executor import Sender
+
+    counts, now = [], []
+    backward, finish, send = SplitStep.backward, SplitStep.finish_backward, Sender.send
+
+    def left() -> int:
+        return sum(len(later) for later in now[-1].left.values())
+
+    def begun(self: Any, *given: int) -> None:
+        now.append(self)
+        backward(self, *given)
+        assert not left()
+
+    def sent(self: Any, tensor: Any) -> None:
+        if self.what == "a stage's gradients":
+            counts.append(left())
+        send(self, tensor)
+
+    def finished(self: Any) -> None:
+        if not self.links.input_grads:
+            counts.append(left())
+        finish(self)
+
+    SplitStep.backward, SplitStep.finish_backward = begun, finished  # type: ignore[method-assign]
+    Sender.send = sent  # type: ignore[method-assign]
+    return steps([*argv, "--pipeline-delay-weights"]), counts
+
+
+def _split_equals(world: int, argv: list[str]) -> list[list[int]]:
+    """Nothing of a rank is other than under 1F1B, bit for bit; `_split`'s counts by rank."""
+    native = on_ranks(world, steps, argv, timeout_s=500)
+    delayed = on_ranks(world, _split, [*argv, "--pipeline-schedule", "eager-1f1b"], timeout_s=500)
+    for wanted, (found, _) in zip(native, delayed, strict=True):
+        assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    return [counts for _, counts in delayed]
+
+
+@pytest.mark.distributed
+def test_split_passes_equal_1f1b(data: str) -> None:
+    """An odd number of micro-batches, a dense layer and one of experts, tied embeddings."""
+    argv = [*MODEL, *PP2, "--data-path", data, *SGD, *RECOMPUTE, "--global-batch-size", "6",
+            "--moe-layer-freq", "[0,1]"]
+    # attention's two and those of the feed-forward layer; attention's, the experts, the output's
+    assert [set(counts) for counts in _split_equals(2, argv)] == [{4}, {4}]
+
+
+SPLIT = {
+    "four stages": ["--pipeline-model-parallel-size", "4", *WIDE],
+    "four stages, two micro-batches, recomputation, own output layer": [
+        "--pipeline-model-parallel-size", "4", "--num-layers", "4", "--global-batch-size", "4",
+        *RECOMPUTE, "--untie-embeddings-and-output-weights"],
+    "PP2 EP2": MANY["PP2 EP2"], "TP2 PP2": MANY["TP2 PP2"],
+    "TP2 PP2, whole sequences": [*PP2, *TP2[:2]],
+    "PP2 EP2, Adam": [*MANY["PP2 EP2, Adam"], "--moe-shared-expert-intermediate-size", "16"],
+    "PPMoE, bf16": MANY["PPMoE, bf16"],
+    "strategy loop": [*PP2, "--moe-expert-compute", "loop"],
+    "activations swapped": MANY["activations swapped"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", SPLIT.values(), ids=SPLIT.keys())
+def test_split_passes_equal_1f1b_on_four_ranks(sizes: list[str], data: str) -> None:
+    """Bit for bit; every backward pass has left something."""
+    assert min(min(counts) for counts in _split_equals(
+        4, [*MODEL, "--data-path", data, *SGD, *sizes])) >= 2
+
+
+def test_what_does_not_leave_weights_is_refused() -> None:
+    from moe_plugin.hosts.megatron.pipeline.eager import check_split
+
+    class Engine(torch.nn.Linear):
+        __module__ = "megatron.core.extensions.transformer_engine"
+
+    plain = torch.nn.Linear(2, 2)
+    check_split([plain], SimpleNamespace(gradient_accumulation_fusion=False))
+    for model, fused, message in (
+            (plain, True, "gradient_accumulation_fusion=True: must be off"),
+            (torch.nn.Sequential(Engine(2, 2)), False, "'Engine': must be one of Megatron's own")):
+        with pytest.raises(ValueError, match=f"pipeline.delay_weights=True.*{message}"):
+            check_split([model], SimpleNamespace(gradient_accumulation_fusion=fused))
+    with pytest.raises(ValueError, match="pipeline.delay_weights=True.*eager-1f1b"):
+        PipelineConfig(delay_weights=True)

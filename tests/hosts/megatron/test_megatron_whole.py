@@ -89,8 +89,9 @@ def _delayed(compute: dict[str, Any], ddp: dict[str, Any]) -> tuple[list[dict[st
 
 @pytest.mark.parametrize("compute,ddp,later", [
     (KERNELS, {"overlap_grad_reduce": True}, 16),
-    pytest.param({}, {}, 0, marks=pytest.mark.slow)],
-    ids=["kernels, overlapped reduction", "computed at once"])
+    pytest.param({}, {"overlap_grad_reduce": True}, 16, marks=pytest.mark.slow),
+    pytest.param({"experts.compute": "loop"}, {}, 0, marks=pytest.mark.slow)],
+    ids=["kernels, overlapped reduction", "fused, overlapped reduction", "computed at once"])
 def test_delayed_weight_gradients_are_the_same(compute: dict[str, Any], ddp: dict[str, Any],
                                                later: int) -> None:
     """Those of the experts of 4 layers and 4 micro-batches; reduced when they are there."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.config import PipelineConfig
-from moe_plugin.hosts.megatron.pipeline import auto, base, terapipe  # noqa: F401, register
+from moe_plugin.hosts.megatron.pipeline import auto, eager, terapipe  # noqa: F401, register
 from moe_plugin.hosts.megatron.pipeline.base import ForwardBackward, schedules
 
 __all__ = ["ForwardBackward", "forward_backward_func", "schedules", "scheduled"]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.pipeline.base import (
-    EagerSchedule,
     ForwardBackward,
     PipelineSchedule,
     refuse,
     register,
 )
+from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
 from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices

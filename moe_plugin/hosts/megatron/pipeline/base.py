@@ -11,7 +11,6 @@ from megatron.core import parallel_state as ps
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.compat.names import get_model_config
 from moe_plugin.hosts.megatron.compat.settings import cuda_graphs, setting
-from moe_plugin.hosts.megatron.pipeline.executor import Step
 from moe_plugin.utils.registry import Registry
 
 # signature of what Megatron's get_forward_backward_func returns; keyword arguments alone
@@ -134,15 +133,3 @@ def refuse_virtual(schedule: str, stages: int | None) -> None:
                "pipeline.schedule=1f1b, or leave out --num-virtual-stages-per-pipeline-rank, "
                "--num-layers-per-virtual-pipeline-stage or the further stages of "
                "--pipeline-model-parallel-layout")
-
-
-@register
-class EagerSchedule(PipelineSchedule):
-    """Stage i of n begins with 2 (n - i) - 1 forward passes, so that nothing waits for transfers.
-    """
-
-    name = "eager-1f1b"
-
-    def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """See `PipelineSchedule`."""
-        return Step(passes, config, self.group, self.gradients, "eager").run()

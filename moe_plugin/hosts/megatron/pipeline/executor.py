@@ -229,6 +229,10 @@ class Step:
                 output_tensor_grad=grad, model_type=None, config=self.config)
             if self.links.input_grads:
                 self.links.input_grads.send(taken_grad)
+            self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """What a backward pass has left, when its input's gradient is on its way; here nothing."""
 
     def _finish_gradients(self) -> None:
         """Megatron's reductions over replicas and between the stages that share embeddings."""

@@ -1,0 +1,138 @@
+"""Eager 1F1B (AlpaComm, arXiv 2211.05322): more forward passes first, transfers behind compute.
+
+With `pipeline.delay_weights` a backward pass is split, too. Operation by operation and not by a
+second pass over the graph: recomputed layers run backward inside of their own, and a pass of an MoE
+layer exchanges rows, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+from moe_plugin.hosts.megatron.compat.names import mappings
+from moe_plugin.hosts.megatron.pipeline.base import PipelineSchedule, refuse, register
+from moe_plugin.hosts.megatron.pipeline.executor import Step
+from moe_plugin.kernels.weight_grads import LaterGrads
+
+LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # what Megatron's layers call
+
+
+@register
+class EagerSchedule(PipelineSchedule):
+    """Stage i of n begins with 2 (n - i) - 1 forward passes, so that nothing waits for transfers.
+    """
+
+    name = "eager-1f1b"
+
+    def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
+        """See `PipelineSchedule`."""
+        step = SplitStep if self.settings.delay_weights else Step
+        return step(passes, config, self.group, self.gradients, "eager").run()
+
+    def check(self, passes: dict[str, Any], config: Any) -> None:
+        """See `PipelineSchedule`."""
+        super().check(passes, config)
+        if self.settings.delay_weights:
+            check_split(passes["model"], config)
+
+
+class SplitStep(Step):
+    """One whose backward passes send their input's gradient before they compute those of weights.
+
+    Attributes:
+        left: the weights' gradients of the backward pass, by module that has a place for them
+            (`Experts.later`), and by weight of a linear layer.
+    """
+
+    def run(self) -> list[Any]:
+        """See `Step`."""
+        layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
+        experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
+        self.left: dict[Any, LaterGrads] = {each: LaterGrads() for each in experts}
+        try:
+            for each in experts:
+                each.later = self.left[each]
+            setattr(layers, LINEAR, update_wrapper(partial(self._linear, native), native))
+            return super().run()
+        finally:
+            setattr(layers, LINEAR, native)
+            for each in experts:
+                each.later = None
+
+    def finish_backward(self) -> None:
+        """See `Step`."""
+        for owner, later in self.left.items():
+            later.compute({"": owner} if isinstance(owner, Tensor) else
+                          dict(owner.named_parameters(recurse=False)), hooks=True)
+
+    def _linear(self, native: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Any,
+                **settings: Any) -> Tensor:
+        # the pass without gradients of a layer that is recomputed, and an input without one
+        if not (torch.is_grad_enabled() and input.requires_grad):
+            return native(input, weight, bias, **settings)
+        ranks = settings.get("tp_group") or ps.get_tensor_model_parallel_group()
+        gathers = settings["sequence_parallel"]
+
+        def leave(x: Tensor, grad_y: Tensor) -> None:
+            self.left.setdefault(weight, LaterGrads()).add(lambda: {"": _rows(grad_y).t().matmul(
+                _rows(mappings._gather_along_first_dim(x, ranks) if gathers else x))})
+
+        return _Linear.apply(input, weight.detach(), bias, leave, ranks, gathers,
+                             settings["allreduce_dgrad"])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.contiguous().flatten(0, -2)
+
+
+class _Linear(torch.autograd.Function):
+    """Megatron's function of that name, operation by operation, without its weight's gradient:
+    `leave` gets the input and the output's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, leave: Any, ranks: Any,
+                gathers: bool, sums: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.leave, ctx.ranks, ctx.gathers, ctx.sums = leave, ranks, gathers, sums
+        ctx.biased = bias is not None
+        y = torch.matmul(mappings._gather_along_first_dim(x, ranks) if gathers else x, weight.t())
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.leave(x, grad_y)
+        grad_x = grad_y.matmul(weight)
+        if ctx.gathers:
+            grad_x = mappings._reduce_scatter_along_first_dim(grad_x, ctx.ranks)
+        elif ctx.sums:
+            grad_x = mappings._reduce(grad_x, ctx.ranks)
+        return (grad_x, None, _rows(grad_y).sum(dim=0) if ctx.biased else None,
+                *[None] * 4)
+
+
+def check_split(model: Any, config: Any) -> None:
+    """`ValueError`: weights of the model, or a setting of Megatron, do not fit split passes."""
+    split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
+    if config.gradient_accumulation_fusion:
+        refuse(split, "gradient_accumulation_fusion", True, "off",
+               "its linear layers' kernel adds weights' gradients in the backward pass: use "
+               "--no-gradient-accumulation-fusion, or leave out --pipeline-delay-weights")
+    for module in nn.ModuleList(model if isinstance(model, list) else [model]).modules():
+        kind = type(module)
+        engine = any("transformer_engine" in each.__module__.split(".") for each in kind.__mro__)
+        if engine and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            refuse(split, "a layer of Transformer Engine", kind.__name__, "one of Megatron's own",
+                   "use --transformer-impl local, or leave out --pipeline-delay-weights")
+        if getattr(module, "gtp_remat_size", 1) > 1 or any(
+                hasattr(p, "__fsdp_param__") for p in module.parameters(recurse=False)):
+            refuse(split, "weights that are cut over replicas, in", kind.__name__, "whole",
+                   "leave out --use-megatron-fsdp, or --pipeline-delay-weights")
