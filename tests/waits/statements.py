@@ -30,42 +30,45 @@ def _bounded(cell: Cell) -> bool:
 
 
 STATEMENTS: dict[str, Callable[[Cell], bool]] = {
-    "with f > 0: none, also without `dispatch.equal_tokens`":
+    "no wait, even without `dispatch.equal_tokens`":
         lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
-    "With f <= 0 the load decides how many slots there are: one wait":
+    "the load decides how many slots there are, which costs one wait":
         lambda c: _slots(c) and _together(c) and c["factor"] <= 0,
-    "except on one rank, where exact rows are computed":
+    "On one rank there is no wait, because exact rows are computed":
         lambda c: _slots(c) and c["size"].world == 1 and c["factor"] <= 0 and counts_stay(c),
-    "on one rank none": lambda c: _dropless(c) and c["size"].world == 1 and counts_stay(c),
-    "also where parameters are gathered (`parallel.r: 0`)":
+    "**Dropless on one rank**: no wait":
+        lambda c: _dropless(c) and c["size"].world == 1 and counts_stay(c),
+    "The same holds where parameters are gathered (`parallel.r: 0`)":
         lambda c: _dropless(c) and c["size"].world > 1 and c["size"].r == 0 and counts_stay(c),
     "with any exchange, strategy, dtype and number of pieces":
         lambda c: _sent(c) and c["all_to_all"] == "native" and c["compute"] not in FROM_DEVICE
         and c.get("dtype") == "bfloat16" and c["pieces"] != (1, 0),
-    "the same with `parallel.spill`": lambda c: "spill" in c,
+    "It also holds with `parallel.spill`": lambda c: "spill" in c,
     "and with `dispatch.send`": lambda c: "send" in c and c["pieces"] != (1, 0),
-    "`bounded`: none with such a strategy": lambda c: _bounded(c) and counts_stay(c),
-    "sent once or not": lambda c: _bounded(c) and counts_stay(c) and "send" in c,
-    "(`bounded` has some with `dispatch.send: nodes`)":
+    "no wait with a strategy that takes the numbers from the device":
+        lambda c: _bounded(c) and counts_stay(c),
+    "for rows sent once or not": lambda c: _bounded(c) and counts_stay(c) and "send" in c,
+    "which `bounded` has with `dispatch.send: nodes`":
         lambda c: _bounded(c) and c.get("send") == "nodes" and c["all_to_all"] == "2dh",
-    "with another, one for each piece":
+    "With another strategy there is one wait for each piece":
         lambda c: _bounded(c) and not counts_stay(c) and pieces(c) > c["pieces"][0],
-    "and one where no rows are sent": lambda c: c["dispatch"] == "bounded" and not (
+    "If no rows are sent, there is one wait": lambda c: c["dispatch"] == "bounded" and not (
         _together(c) or counts_stay(c)),
-    "a block's counts are exchanged and copied to the host as soon as": lambda c: "pre_gate" in c,
-    "**Losses**: none": lambda c: bool(c.get("losses")) and c.get("batch") != "shared",
-    "also of a batch that ranks share": lambda c: c.get("batch") == "shared",
-    "**Backward**: none": _sent,
+    "the counts of a block are exchanged and copied to the host as soon as":
+        lambda c: "pre_gate" in c,
+    "**Losses**: no wait": lambda c: bool(c.get("losses")) and c.get("batch") != "shared",
+    "A batch that ranks share causes no wait either": lambda c: c.get("batch") == "shared",
+    "**Backward**: no wait": _sent,
     "Nothing is copied to the device from memory that is not pinned": _sent,
-    "for the longest batch (fixed slots with f > 0 and without the promise":
+    "the longest batch for fixed slots with f > 0 without the promise":
         lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
-    "`all_gather`)": lambda c: c["dispatch"] == "all_gather" and _together(c),
-    "which `2dh` and `leader` tell each other before each exchange, from host to host":
+    "and for `all_gather`": lambda c: c["dispatch"] == "all_gather" and _together(c),
+    "`2dh` and `leader` exchange these lengths before each exchange, from host to host":
         lambda c: _sent(c) and c["all_to_all"] in ("2dh", "leader"),
-    "in training router `base`, for the numbers of tokens":
+    "In training the router `base` exchanges the numbers of tokens":
         lambda c: c.get("router") == "base" and _together(c),
-    "Experts that are modules of a user (`MoELayer(experts=...)`) need the numbers":
+    "Experts that are a user's modules (`MoELayer(experts=...)`) need the numbers":
         lambda c: "experts" in c and c["size"].world == 1,
-    "So does `grouped` where it passes rows to `loop`":
+    "`grouped` also waits where it passes rows to `loop`":
         lambda c: c.get("dtype") == "float64" and c["size"].world == 1,
 }
