@@ -48,10 +48,10 @@ f is `dispatch.capacity_factor`. A promise below means `dispatch.equal_tokens: t
 - **Backward**: no wait.
 - Nothing is copied to the device from memory that is not pinned, not even an index or a number.
 - **Hosts also wait for each other**, without waiting for a device. They agree on the longest batch
-  for fixed slots with f > 0 without the promise, and for `all_gather`. They agree on the lengths of
-  uneven pieces, which `bounded` has with `dispatch.send: nodes`. `2dh` and `leader` exchange these
-  lengths before each exchange, from host to host. In training the router `base` exchanges the
-  numbers of tokens.
+  for fixed slots with f > 0 without the promise, and for `all_gather`. They wait for the lengths of
+  uneven pieces: `2dh` and `leader` exchange these lengths before each exchange, from host to host.
+  Even `bounded` has uneven pieces with `dispatch.send: nodes`. In training the router `base`
+  exchanges the numbers of tokens.
 
 **Not in the tables.** Experts that are a user's modules (`MoELayer(experts=...)`) need the numbers
 of rows on the host, so there is one wait on one rank too. `grouped` also waits where it passes rows

@@ -48,7 +48,7 @@ STATEMENTS: dict[str, Callable[[Cell], bool]] = {
     "no wait with a strategy that takes the numbers from the device":
         lambda c: _bounded(c) and counts_stay(c),
     "for rows sent once or not": lambda c: _bounded(c) and counts_stay(c) and "send" in c,
-    "which `bounded` has with `dispatch.send: nodes`":
+    "Even `bounded` has uneven pieces with `dispatch.send: nodes`":
         lambda c: _bounded(c) and c.get("send") == "nodes" and c["all_to_all"] == "2dh",
     "With another strategy there is one wait for each piece":
         lambda c: _bounded(c) and not counts_stay(c) and pieces(c) > c["pieces"][0],
