@@ -204,8 +204,11 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
         sums.calls += 1
     # a row too many may be another unit's, which is computed after it
     products = products_of(x, in_order=not exact)
-    later = None if torch.is_autocast_enabled(x.device.type) else p.leaving(x, gates_TK)
-    tensors, wanted = (tensors, ()) if later is None else later.cut_off(tensors)
+    later, wanted = p.later, ()
+    if later is not None:
+        later = None if torch.is_autocast_enabled(x.device.type) else p.leaving(x, gates_TK)
+    if later is not None:
+        tensors, wanted = later.cut_off(tensors)
     call = _FFNCall(counts, blocks, products, act, native, p.memory, maps, keep, keep_after, late,
                     redirected, sums, later, wanted)
     if not torch.is_autocast_enabled(x.device.type):

@@ -94,7 +94,9 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
             sums.calls += 1
         # the pieces' exchanges run beside the products
         groups = RowGroups(counts, x.device, p.sums is not None, p.schedule)
-        later = None if autocast or rounded is not None else p.leaving(x, maps[0])
+        later = p.later
+        if later is not None:
+            later = None if autocast or rounded is not None else p.leaving(x, maps[0])
         call = _Call(groups, p.activation, p.precision, redirected, sums, rounded, later)
         if later is not None:
             tensors, call.wanted[:] = later.cut_off(tensors)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
 from moe_plugin.checkpoint.formats.base import convert
 from moe_plugin.checkpoint.formats.huggingface.files import write_safetensors
@@ -25,7 +24,6 @@ from moe_plugin.checkpoint.torch_files import SealedWriter
 from moe_plugin.comm.group import advice
 from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
-from moe_plugin.experts.former_names import current_name
 from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.experts.stored import stored_names, without_values
@@ -59,21 +57,6 @@ def write_experts(source: Source, path: str | os.PathLike[str],
                               f"{write_remedy(error, Path(path).parent)}") from error
     finally:
         half.unlink(missing_ok=True)
-
-
-class FormerNamesPlanner(DefaultLoadPlanner):
-    """Reads experts' biases under the names that they have in the folder, present or former:
-    `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
-    """
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
-                       is_coordinator: bool = False) -> None:
-        """See `LoadPlanner`."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        stored = {current_name(name): name for name in metadata.state_dict_metadata}
-        self.state_dict, self.mappings = (
-            {stored.get(name, name): value for name, value in column.items()}
-            for column in (self.state_dict, self.mappings))
 
 
 # below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too

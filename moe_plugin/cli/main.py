@@ -68,7 +68,7 @@ COMMANDS = {
                      parts=_studies),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "clusters"),
     "configs": Command("list the files of settings, models, clusters, devices that are installed, "
-                       "or print one", "configs"),
+                       "or print one", "runs"),
     "simulate": Command("predict times on clusters that you do not have",
                         parts=lambda: _SIMULATIONS),
     "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "

@@ -47,6 +47,7 @@ class KnownLine:
 
 
 _SCHEMA = r"'\w+' is validated against ConfigStore schema with the same name"
+_TORCH_NORM = "Apex is not installed. Falling back to Torch Norm"
 _NO_APEX = "Transformer Engine and Apex are not installed"
 _PIN_MEMORY = Known("torch.utils.data.dataloader",
                     "'pin_memory' argument is set as true but no accelerator is found")
@@ -80,10 +81,11 @@ MEGATRON = (
     Known("megatron.core.optimizer", _NO_APEX),
     Known("megatron.core.optimizer.optimizer", _NO_APEX),
     Known("megatron.core.optimizer.clip_grads", _NO_APEX),
-    Known("megatron.core.models.backends", "Apex is not installed. Falling back to Torch Norm"),
-    Known("megatron.core.models.gpt.gpt_layer_specs", "Apex is not installed. Falling back to"),
-    Known("megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs", "Apex is not inst"),
-    Known("megatron.core.extensions.transformer_engine_spec_provider", "Only transformer-engine"),
+    Known("megatron.core.models.backends", _TORCH_NORM),
+    Known("megatron.core.models.gpt.gpt_layer_specs", _TORCH_NORM),
+    Known("megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs", _TORCH_NORM),
+    Known("megatron.core.extensions.transformer_engine_spec_provider",
+          "Only transformer-engine>=1.7.0 supports MoE experts"),
     Known("megatron.training.utils.common_utils", _NO_APEX),
     Known("megatron.core.transformer.transformer_config", "full scope is deprecated. Use empty"),
     Known("megatron.core.dist_checkpointing.strategies.torch", "`load_state_dict` is deprecated"),

@@ -153,7 +153,7 @@ def test_distributed_checkpoints_of_torch(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from moe_plugin.checkpoint.layers import FormerNamesPlanner
+    from moe_plugin.checkpoint.dcp import FormerNamesPlanner
 
     def ready(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         torch.manual_seed(seed)

@@ -23,7 +23,7 @@ LEVELS = (
 )
 # Bottom to top in `scripts`, which may import all of the package.
 LAB = ("emulate", "bench", "audit")
-LOADER = "checkout"  # the one module that knows `scripts`
+LOADER = "utils.checkout"  # the one module that knows `scripts`
 
 
 def type_checking(node: ast.AST) -> bool:

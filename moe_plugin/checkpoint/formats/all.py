@@ -6,5 +6,6 @@ from moe_plugin.checkpoint.formats.base import formats
 from moe_plugin.checkpoint.formats.fairseq import branch as _branch  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats.fairseq import format as _fairseq  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats.huggingface import format as _hf  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.megatron import format as _megatron  # noqa: F401 - registers
 
 __all__ = ["formats"]

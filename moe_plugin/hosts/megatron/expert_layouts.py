@@ -23,7 +23,7 @@ from moe_plugin.checkpoint.formats.megatron.common import (
     fitted,
     optimizer_parts,
 )
-from moe_plugin.checkpoint.formats.megatron.source import GATES, PAIRS
+from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import restricted

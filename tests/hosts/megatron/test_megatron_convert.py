@@ -30,6 +30,7 @@ from moe_plugin.checkpoint.formats.base import (
     open_source,
 )
 from moe_plugin.checkpoint.formats.megatron import common
+from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
 from moe_plugin.checkpoint.formats.megatron import writer as megatron_writer
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.layers import write_experts

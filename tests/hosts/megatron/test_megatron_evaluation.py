@@ -62,6 +62,7 @@ def _evaluated(argv: list[str]) -> tuple[Any, ...]:
 
 def _write_experts(folder: str, path: str) -> None:
     from moe_plugin.checkpoint.formats.base import open_source
+    from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
     from moe_plugin.checkpoint.layers import write_experts
 
     with open_source(Path(folder)) as source:

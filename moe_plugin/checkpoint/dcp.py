@@ -1,0 +1,24 @@
+"""Folders of `torch.distributed.checkpoint` that were written under former names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+
+from moe_plugin.experts.former_names import current_name
+
+
+class FormerNamesPlanner(DefaultLoadPlanner):
+    """Reads experts' biases under the names that they have in the folder, present or former:
+    `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
+    """
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
+                       is_coordinator: bool = False) -> None:
+        """See `LoadPlanner`."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = {current_name(name): name for name in metadata.state_dict_metadata}
+        self.state_dict, self.mappings = (
+            {stored.get(name, name): value for name, value in column.items()}
+            for column in (self.state_dict, self.mappings))
