@@ -422,6 +422,11 @@ SPLIT = {
     "PP2 EP2, Adam": [*MANY["PP2 EP2, Adam"], "--moe-shared-expert-intermediate-size", "16"],
     "PPMoE, bf16": MANY["PPMoE, bf16"],
     "strategy loop": [*PP2, "--moe-expert-compute", "loop"],
+    "a second token predicted": [*PP2, "--mtp-num-layers", "1", "--position-embedding-type",
+                                 "rope", "--overlap-grad-reduce"],
+    "a second token predicted, own output layer": [
+        *PP2, "--mtp-num-layers", "1", "--position-embedding-type", "rope",
+        "--untie-embeddings-and-output-weights"],
     "activations swapped": MANY["activations swapped"],
 }
 

@@ -49,12 +49,16 @@ class SplitStep(Step):
     Attributes:
         left: the weights' gradients of the backward pass, by module that has a place for them
             (`Experts.later`), and by weight of a linear layer.
+        embeddings: of tokens, on this stage.
     """
 
     def run(self) -> list[Any]:
         """See `Step`."""
         layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
         experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
+        self.embeddings = {id(p) for each in self.model.modules()
+                           if isinstance(each, tensor_parallel.VocabParallelEmbedding)
+                           for p in each.parameters(recurse=False)}
         self.left: dict[Any, LaterGrads] = {each: LaterGrads() for each in experts}
         try:
             for each in experts:
@@ -74,8 +78,9 @@ class SplitStep(Step):
 
     def _linear(self, native: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Any,
                 **settings: Any) -> Tensor:
-        # the pass without gradients of a layer that is recomputed, and an input without one
-        if not (torch.is_grad_enabled() and input.requires_grad):
+        # the pass without gradients of a layer that is recomputed, an input without one, and tied
+        # embeddings, of which a prediction of further tokens has both ends on one stage
+        if not (torch.is_grad_enabled() and input.requires_grad) or id(weight) in self.embeddings:
             return native(input, weight, bias, **settings)
         ranks = settings.get("tp_group") or ps.get_tensor_model_parallel_group()
         gathers = settings["sequence_parallel"]
