@@ -87,16 +87,18 @@ class DeviceCounts(RowCounts):
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "_host", None)
 
-    @property
+    @property  # type: ignore[misc]
     def host(self) -> list[int]:  # type: ignore[override]
         """Rows of each expert, filler included in the last; waits for the device, once."""
-        if self._host is None:
-            before = self.lengths()[:-1]
-            counts = [*before, self.rows - sum(before)]
-            for count in counts if exporting() else ():
-                torch._check(count >= 0)  # the program is to hold for any load
-            object.__setattr__(self, "_host", counts)
-        return self._host
+        if self._host is not None:
+            return self._host
+        before = self.lengths()[:-1]
+        counts = [*before, self.rows - sum(before)]
+        for count in counts if exporting() else ():  # type: ignore[no-untyped-call]
+            # the program is to hold for any load
+            torch._check(count >= 0)  # type: ignore[no-untyped-call]
+        object.__setattr__(self, "_host", counts)
+        return counts
 
     @property
     def number(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 
-from moe_plugin.experts.former_names import current_name
+from moe_plugin.experts.base import current_name
 
 
 class FormerNamesPlanner(DefaultLoadPlanner):

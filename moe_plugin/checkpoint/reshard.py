@@ -27,8 +27,8 @@ from moe_plugin.checkpoint.source import (
     joined,
     part_of,
 )
+from moe_plugin.experts.base import with_current_names
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
-from moe_plugin.experts.former_names import with_current_names
 from moe_plugin.tuning.layout_selector import STATE_VERSION
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")

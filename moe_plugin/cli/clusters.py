@@ -16,7 +16,7 @@ from moe_plugin.utils.regular_files import check_output, write_regular
 
 def calibrate_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin calibrate`."""
-    from moe_plugin.cli.links import add_exchange_sizes
+    from moe_plugin.cli.figures import add_exchange_sizes
 
     p.description = ("Measures linear, 2dh and leader all-to-all by size and fits the cost per "
                      "message and per byte of the links, by which `auto` (comm.cluster) and "
@@ -125,7 +125,7 @@ def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
     """Predict and print."""
-    from moe_plugin.cli.planning.exchanges import plot_model, predicted_parts
+    from moe_plugin.cli.planning.explain import plot_model, predicted_parts
     from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_counts, parse_size
 
@@ -143,7 +143,7 @@ def simulate_all_to_all(args: argparse.Namespace) -> int:
 
 def simulate_routing_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin simulate routing`."""
-    from moe_plugin.cli.links import add_links
+    from moe_plugin.cli.figures import add_links
 
     p.description = ("Replays routing traces (observe.trace, or Megatron's "
                      "--moe-routing-trace-path) through the planner: what each policy for "
@@ -177,7 +177,7 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
 
 def simulate_routing(args: argparse.Namespace) -> int:
     """Replay and print."""
-    from moe_plugin.cli.links import refuse_links
+    from moe_plugin.cli.figures import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.cluster import load_cluster, load_device
@@ -202,7 +202,7 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 def _emulate_routing(args: argparse.Namespace) -> int:
     """Replay through the layer itself, and print."""
-    from moe_plugin.cli.links import links_of
+    from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.units import parse_grid

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from moe_plugin.comm import Comm
     from moe_plugin.planner.cluster import Cluster, Device
-    from moe_plugin.planner.measured import MeasuredNetwork, Processor, Record
-    from moe_plugin.planner.model import ModelShape
+    from moe_plugin.planner.model import MeasuredNetwork, ModelShape, Processor, Record
     from moe_plugin.planner.plan_cost import PlanCost
 
 NETWORK, PROCESSOR = "network.json", "processor.json"
@@ -135,7 +134,7 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
-    from moe_plugin.planner.recompute import recomputed
+    from moe_plugin.planner.plan_cost import recomputed
 
     space = Space(data_parallel_only=args.host == "fairseq", algorithms=distinct(cluster))
     keep = max(KEPT, args.top)
@@ -162,7 +161,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
         measure_network,
         measure_processor,
     )
-    from moe_plugin.planner.measured import MeasuredNetwork, Processor, dump
+    from moe_plugin.planner.model import MeasuredNetwork, Processor, dump
 
     network = None
     if comm.size > 1:
@@ -184,7 +183,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
     """(Whether rank 0's folder has what was measured on ranks like these, that on rank 0)."""
-    from moe_plugin.planner.measured import load
+    from moe_plugin.planner.model import load
 
     record, path = None, args.out / name
     if comm.rank == 0 and not args.fresh and path.exists():

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from moe_plugin.comm.placement import Placement
 from moe_plugin.comm.torch_comm import TorchComm
+from moe_plugin.experts.base import use_current_names
 from moe_plugin.experts.ffn import PART_AXIS
-from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.routing.contract import FLOAT32
 from moe_plugin.utils.dtensors import is_sharded
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from moe_plugin.cli.links import links_of
+from moe_plugin.cli.figures import links_of
 from moe_plugin.cli.measure.all_to_all import ExchangeRow, Plan, measure_rank, row_of
 from moe_plugin.comm import Topology
 from moe_plugin.planner.units import parse_grid

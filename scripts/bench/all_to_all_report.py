@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_plugin.cli.figures import columns, log_scale, pyplot, save_figure
-from moe_plugin.cli.planning.exchanges import sent
+from moe_plugin.cli.planning.explain import sent
 from moe_plugin.planner.units import show_time
 from scripts.bench.plots import OURS, size_ticks
 

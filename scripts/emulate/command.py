@@ -42,7 +42,7 @@ FAULTS = """examples:
 
 def emulate_options(p: argparse.ArgumentParser) -> None:
     """`moe-plugin emulate`."""
-    from moe_plugin.cli.links import add_links
+    from moe_plugin.cli.figures import add_links
 
     p.usage, p.epilog = "moe-plugin emulate NxP [options] -- COMMAND ...", EMULATIONS
     p.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -63,7 +63,7 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 def emulate(args: argparse.Namespace) -> int:
     """Run it; the exit status of the first node that fails, else 0."""
-    from moe_plugin.cli.links import links_of
+    from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid
     from scripts.emulate import EmulatedCluster
     from scripts.emulate.launch import start_plain, start_torchrun, wait

@@ -20,7 +20,7 @@ from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.config import from_dict
-from moe_plugin.experts.former_names import FORMER, current_name, with_current_names
+from moe_plugin.experts.base import FORMER, current_name, with_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.files import load_weights, save_weights

@@ -22,9 +22,8 @@ from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.passes import aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.memory.weights.blocks import StreamedBlock
-from moe_plugin.memory.weights.files import load_weights, save_weights
+from moe_plugin.memory.weights.files import load_weights, plan_segments, save_weights
 from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
-from moe_plugin.memory.weights.segments import plan_segments
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.routing import finish_step_of_any
 from moe_plugin.training.gradients.sync import PartedClip, clip_grad_norm_

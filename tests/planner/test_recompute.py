@@ -8,8 +8,13 @@ import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.model import ModelPlan
-from moe_plugin.planner.plan_cost import plan_cost
-from moe_plugin.planner.recompute import ACTIVATIONS, RECOMPUTED, activation_bytes, recomputed
+from moe_plugin.planner.plan_cost import (
+    ACTIVATIONS,
+    RECOMPUTED,
+    activation_bytes,
+    plan_cost,
+    recomputed,
+)
 from tests.planner.problems import A100, cluster, model
 
 pytestmark = pytest.mark.fast

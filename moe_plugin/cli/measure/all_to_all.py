@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.cli.links import refuse_links
+from moe_plugin.cli.figures import refuse_links
 from moe_plugin.comm import Comm, Topology, TorchComm, Traffic, algorithms, run_simulated
 from moe_plugin.config import CommConfig
 from moe_plugin.planner import COSTS, Cluster, predict

@@ -22,8 +22,7 @@ from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.fit import Measurement, fit
-from moe_plugin.planner.measured import MeasuredNetwork, Processor
-from moe_plugin.planner.model import ModelShape
+from moe_plugin.planner.model import MeasuredNetwork, ModelShape, Processor
 from moe_plugin.utils.machine import device_name, memory_bytes
 
 KIB, MIB = 1 << 10, 1 << 20

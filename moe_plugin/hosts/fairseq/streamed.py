@@ -30,7 +30,7 @@ from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.memory.tiers import DiskTier, tier_of
-from moe_plugin.memory.weights.segments import SegmentsOnce
+from moe_plugin.memory.weights.files import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size

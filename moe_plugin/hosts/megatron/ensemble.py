@@ -18,10 +18,12 @@ from moe_plugin.training.ensembles.cmcl import (
     BINS,
     HISTOGRAMS,
     EnsembleHeads,
+    EnsembleSettings,
     confidence_histograms,
+    flags,
+    given_settings,
     sequence_oracle_loss,
 )
-from moe_plugin.training.ensembles.settings import EnsembleSettings, flags, given_settings
 from moe_plugin.utils.run_feature import RunFeature, StepGradients
 
 # arguments of training scripts, named and meant as in fairseq

@@ -18,10 +18,10 @@ from moe_plugin.config import flatten, to_dict
 from moe_plugin.hosts.megatron import losses as layer_numbers
 from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
-from moe_plugin.hosts.megatron.compat.multi_token import is_mtp_layer, is_told, prediction_of
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.recipes import in_bf16, recomputed
+from moe_plugin.hosts.megatron.compat.sequence_parts import is_mtp_layer, is_told, prediction_of
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
     script_arguments,

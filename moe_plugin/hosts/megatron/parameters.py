@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_plugin.comm.placement import Placement
+from moe_plugin.experts.base import IN_MEGATRON
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.experts.former_names import IN_MEGATRON
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedTensor
 from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors

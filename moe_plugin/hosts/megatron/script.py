@@ -160,10 +160,10 @@ class Script:
             self.connect(*built)
             return built
         if settings.offload.weights == "host":
-            from moe_plugin.hosts.megatron import script_streamed
+            from moe_plugin.hosts.megatron import script_features
 
-            built = script_streamed.set_up(given, lambda: self.run)
-            self.passes, self._save = built[0][0].passes, script_streamed.save
+            built = script_features.set_up(given, lambda: self.run)
+            self.passes, self._save = built[0][0].passes, script_features.save
             self.connect(*built)
             return built
         with collectives_named("a collective of Megatron's set-up"):

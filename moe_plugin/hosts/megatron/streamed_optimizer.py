@@ -20,7 +20,7 @@ from moe_plugin.comm.host_collectives import named
 from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.megatron.compat import cpu
 from moe_plugin.hosts.megatron.compat.optimizer import counts_in_norm, is_vector
-from moe_plugin.memory.weights.segments import SegmentsOnce
+from moe_plugin.memory.weights.files import SegmentsOnce
 
 logger = logging.getLogger("moe_plugin.megatron")
 

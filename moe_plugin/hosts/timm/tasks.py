@@ -16,11 +16,11 @@ from torch import Tensor
 from moe_plugin.training.ensembles.cmcl import (
     BINS,
     HISTOGRAMS,
+    EnsembleSettings,
     confidence_histograms,
     sequence_errors,
     sequence_oracle,
 )
-from moe_plugin.training.ensembles.settings import EnsembleSettings
 
 _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.placement import Placement
-from moe_plugin.experts.former_names import use_current_names
+from moe_plugin.experts.base import use_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import TierError, TierTensor, write_values
 from moe_plugin.utils.messages import short

@@ -15,9 +15,8 @@ from torch.autograd.function import once_differentiable
 from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts import FFNExperts, expert_kinds
-from moe_plugin.experts.base import Experts, mark_expert
+from moe_plugin.experts.base import Experts, mark_expert, use_current_names
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.experts.former_names import use_current_names
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
 from moe_plugin.memory.experts.cache import CacheSpec
 from moe_plugin.memory.experts.files import ExpertFile, given_file, own_file

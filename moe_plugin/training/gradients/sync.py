@@ -240,7 +240,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             layer.layouts.experts.reduced = replicas is not None or shared
             layer.ddp_check.expect_wrapper()
             for parameter in layer.experts.parameters():
-                parameter.reduced = parameter.requires_grad  # gone where its hooks are gone
+                # gone where its hooks are gone
+                parameter.reduced = parameter.requires_grad  # type: ignore[attr-defined]
     return reducers
 
 

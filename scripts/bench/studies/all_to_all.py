@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from moe_plugin.cli import figures
-from moe_plugin.cli.links import add_exchange_sizes
+from moe_plugin.cli.figures import add_exchange_sizes
 from moe_plugin.cli.measure.all_to_all import (
     NAMES,
     ExchangeRow,

@@ -25,8 +25,7 @@ from moe_plugin.cli.measure.own_cluster import grid_of, measure_network, measure
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Device
-from moe_plugin.planner.measured import MeasuredNetwork, Processor
-from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.model import MeasuredNetwork, ModelPlan, ModelShape, Processor
 from moe_plugin.planner.plan_cost import plan_cost
 from moe_plugin.utils.messages import tracked
 from scripts.bench.study import Option

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.links import add_links, links_of, refuse_links
+from moe_plugin.cli.figures import add_links, links_of, refuse_links
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.train import curves, host_steps

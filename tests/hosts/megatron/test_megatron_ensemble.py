@@ -13,8 +13,11 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.hosts.megatron.ensemble import OracleLosses, ensemble_of
-from moe_plugin.training.ensembles.cmcl import confident_oracle_loss, ensemble_errors
-from moe_plugin.training.ensembles.settings import EnsembleSettings
+from moe_plugin.training.ensembles.cmcl import (
+    EnsembleSettings,
+    confident_oracle_loss,
+    ensemble_errors,
+)
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL, PP2, arguments_of, launched, ran

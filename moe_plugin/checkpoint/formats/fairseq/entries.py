@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.checkpoint.source import MODEL, Derived, TensorEntry, Window
-from moe_plugin.experts.former_names import with_current_names
+from moe_plugin.experts.base import with_current_names
 
 STATE = "fairseq"  # of `Source.values`: what a file has besides tensors
 CRITERION, OPTIMIZER = "criterion", "last_optimizer_state"

@@ -48,7 +48,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     refused_if_unreadable,
 )
-from moe_plugin.experts.former_names import current_name
+from moe_plugin.experts.base import current_name
 
 
 @dataclass(frozen=True)

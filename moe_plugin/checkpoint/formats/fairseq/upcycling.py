@@ -16,7 +16,7 @@ from moe_plugin.checkpoint.formats.fairseq.entries import (
     PARAMETERS,
     STATE,
 )
-from moe_plugin.checkpoint.formats.fairseq.neutral_settings import model_arguments
+from moe_plugin.checkpoint.formats.fairseq.neutral import model_arguments
 from moe_plugin.checkpoint.formats.fairseq.translate import check_flags
 from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.reshard import COLUMNS, GROUPS

@@ -16,7 +16,7 @@ from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
 from moe_plugin.checkpoint.name_table import NameRule, NameTable, both_kinds, same_parts
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source
-from moe_plugin.experts.former_names import current_name
+from moe_plugin.experts.base import current_name
 
 _ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_norm": "q_norm",
               "k_norm": "k_norm", "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm",

@@ -38,8 +38,8 @@ from moe_plugin.checkpoint.neutral import (
     zeros,
 )
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
+from moe_plugin.experts.base import IN_MEGATRON
 from moe_plugin.experts.ffn import SHARD_AXIS
-from moe_plugin.experts.former_names import IN_MEGATRON
 from moe_plugin.utils.messages import short
 
 # A model's settings in Megatron's names (those of its training script's arguments) and as neutral

@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from moe_plugin.hosts.megatron.compat.multi_token import NUMBER, tell_layers
+from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
 from moe_plugin.utils.messages import warn_once
 

@@ -157,7 +157,7 @@ def _beside_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
         "virtual stages free what they send before gloo has sent it: losses are of garbage")
 def _kept_until_sent() -> None:
     # imported here: it imports Megatron, which may lie next to the script
-    from moe_plugin.hosts.megatron.compat.multi_token import NUMBER
+    from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER
 
     if NUMBER < (0, 18):
         replace_training("core_transformer_config_from_args", _without_freeing)
