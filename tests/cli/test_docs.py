@@ -44,8 +44,8 @@ BENCHMARKS = ROOT / "docs" / "benchmarks"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.rglob("*.md"))]
 COLUMNS = 100
-LINES = 200
-WORDS = 1200
+LINES = 260
+WORDS = 1500
 MOST_PAGES = 54
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
