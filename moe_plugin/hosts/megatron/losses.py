@@ -23,7 +23,7 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
 
     Args:
         layer_number: Megatron's.
-        is_mtp, prediction: see `compat.multi_token`, which says how versions number.
+        is_mtp, prediction: see `compat.sequence_parts`, which says how versions number.
     """
     if layer_number is None or not is_mtp:
         return layer_number
