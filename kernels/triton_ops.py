@@ -23,14 +23,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {
     "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count",
     "sorted_choices": "running_count", "choice_load": "running_count", "take_values": "rows",
-    "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "layout",
+    "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "rows",
     "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
     "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
     "expert_matmul_sum": "expert_matmul", "expert_matmul_gated": "expert_matmul",
     "write_pages": "pages", "read_pages": "pages",
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_weight_grad_pair": "expert_matmul",
-    "expert_bias_grad": "expert_matmul", "tile_table": "tiles",
+    "expert_bias_grad": "expert_matmul", "tile_table": "tilings",
     "quantize_weights_fp8": "fp8", "expert_matmul_fp8": "fp8",
 }
 INSTALLED = find_spec("triton") is not None

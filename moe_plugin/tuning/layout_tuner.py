@@ -31,7 +31,7 @@ from moe_plugin.planner.trials import ContestRules
 from moe_plugin.records import Routing
 from moe_plugin.routing.replay import replayed
 from moe_plugin.tuning import compute_tuner  # registers strategy `auto`  # noqa: F401
-from moe_plugin.tuning.decisions import CallTimer, TunerDecision, TunerSettings
+from moe_plugin.tuning.decisions import TunerDecision, TunerSettings
 from moe_plugin.tuning.default_hardware import (
     Calibration,
     as_visits,
@@ -43,6 +43,7 @@ from moe_plugin.tuning.default_hardware import (
 from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.layouts import LayerLayout, Layouts
+from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
 EVERY = 8

@@ -41,9 +41,9 @@ from moe_plugin.planner.spill import plan_spill
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap
 from moe_plugin.tuning.borrowed import BorrowingDispatcher
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
-from moe_plugin.tuning.decisions import CallTimer, Timed
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
+from moe_plugin.tuning.timer import CallTimer, Timed
 from moe_plugin.utils.machine import exporting
 
 

@@ -24,7 +24,7 @@ from moe_plugin.planner.offload.pregate import (
 pytestmark = pytest.mark.fast
 
 MIB = 2**20
-DATA = Path(__file__).parents[3] / "docs/benchmarks/data/offload.json"
+DATA = Path(__file__).parents[2] / "docs/benchmarks/data/offload.json"
 # Decoders of Switch Transformers in fp32 over 25 GB/s (PCIe 4), one token at a time. The times of
 # attention and experts are assumptions, not measurements: their sums, 0.72 and 0.97 ms per layer,
 # give 4.32 and 11.64 ms per token where all is resident. How a sum is divided changes only

@@ -150,21 +150,21 @@ DRIVERS = {"tuning.exchange_tuner": exchange, "tuning.collectives": collectives,
            "tuning.layout_tuner": layouts, "tuning.compute_times": compute,
            "memory.activations.auto": steady, "hosts.megatron.pipeline.auto": steady}
 # needs Megatron: tests/hosts/megatron/test_megatron_terapipe.py
-ELSEWHERE = {"hosts.megatron.pipeline.slice_trials"}
+ELSEWHERE = {"hosts.megatron.pipeline.terapipe"}
 # what else reads a clock, and why it is no choice between candidates
 NO_CHOICE = {
     "tuning.timer": "times a call for the tuner of layouts",
     "tuning.standing": "an average of each rank's speed, which follows it",
-    "machine": "events of a GPU for all of these",
+    "utils.machine": "events of a GPU for all of these",
     "hosts.megatron.pipeline.measuring": "the passes of a step, for pipeline.auto",
-    "hosts.megatron.pipeline.slice_step": "the passes of slices, for slice_trials",
+    "hosts.megatron.pipeline.slice_step": "the passes of slices, for terapipe",
     "hosts.megatron.pipeline.executor": "a transfer, for pipeline.auto",
     "hosts.megatron.script_report": "says how long steps take",
     "memory.weights.streamed": "says how long it waited",
 }
-SAYS = ("observe.", "cli.", "hosts.timm.", "hosts.fairseq.groups", "resilience.swarm",
-        "resilience.", "comm.", "memory.copier", "memory.tiers", "ensembles.", "gradients.",
-        "quiet", "checkpoint.")
+SAYS = ("observe.", "cli.", "hosts.timm.", "hosts.fairseq.groups", "training.resilience.",
+        "comm.", "memory.copier", "memory.tiers", "training.ensembles.", "training.gradients.",
+        "utils.quiet", "checkpoint.")
 
 
 @pytest.mark.parametrize("noise", NOISES)

@@ -27,6 +27,7 @@ from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import restricted
+from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.names import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -34,7 +35,6 @@ from moe_plugin.hosts.megatron.compat.names import (
     ShardedTensorFactory,
     dict_list_map_outplace,
 )
-from moe_plugin.hosts.megatron.compat.writers import changed
 from moe_plugin.utils.messages import short
 
 _BY_BUCKET = ".dp_group_idx_"  # in keys of what a distributed optimizer stores by buckets

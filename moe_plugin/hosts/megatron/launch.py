@@ -31,6 +31,7 @@ from moe_plugin.hosts.megatron import ensemble, replicas
 from moe_plugin.hosts.megatron import file_arguments as own_flags
 from moe_plugin.hosts.megatron.compat import script_cpu
 from moe_plugin.hosts.megatron.compat.cpu import engine_installed
+from moe_plugin.hosts.megatron.compat.loaders import refuse_empty_splits
 from moe_plugin.hosts.megatron.compat.optimizer import mend_loading_of_all_optimizers
 from moe_plugin.hosts.megatron.compat.settings import (
     Provider,
@@ -39,7 +40,6 @@ from moe_plugin.hosts.megatron.compat.settings import (
     mend_config_warning,
     script_arguments,
 )
-from moe_plugin.hosts.megatron.compat.writers import refuse_empty_splits
 from moe_plugin.hosts.megatron.endings import end_process, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.script import observe_script
@@ -152,7 +152,8 @@ def run(script: str, arguments: list[str], on_cpu: bool) -> None:
     refuse_empty_splits()
     # imported here: it imports Megatron, which may lie next to the script
     from moe_plugin.hosts.megatron import restricted
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end, wrap
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
     from moe_plugin.hosts.megatron.script_checkpoint import readable_loads, whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 

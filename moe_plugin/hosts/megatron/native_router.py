@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.finite import logged_losses, weighed_by_tokens
+from moe_plugin.hosts.megatron.compat.native_losses import logged_losses, weighed_by_tokens
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, Count, wanted
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule

@@ -28,7 +28,7 @@ def check(args: argparse.Namespace) -> bool:
     """Whether the run is one replica of several. `ValueError`: it cannot be."""
     # peers average weights, in float32
     halves = not settings_from_flags(vars(args)).get("offload.average_every") and (
-        args.fp16 or args.bf16)
+        getattr(args, "fp16", False) or getattr(args, "bf16", False))
     return is_replica(args.moe_lighthouse, args.moe_replica, lambda: [
         ("--fp16, --bf16 and --use-distributed-optimizer",
          not (halves or args.use_distributed_optimizer),

@@ -293,7 +293,7 @@ class Script:
 
         @functools.wraps(build)
         def call(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            from moe_plugin.hosts.megatron.compat.writers import of_all_ranks, split_of
+            from moe_plugin.hosts.megatron.compat.loaders import of_all_ranks, split_of
 
             external = script_arguments().get("dataloader_type") == "external"
             if not external and split_of(dataset) in ("valid", "test") and not len(dataset):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 
+from moe_plugin.hosts.megatron.compat.checkpointing import wrap
 from moe_plugin.hosts.megatron.compat.names import get_model_config
 from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
-from moe_plugin.hosts.megatron.compat.writers import wrap
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.stage_layouts import (
     StageLayouts,

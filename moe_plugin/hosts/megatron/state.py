@@ -25,9 +25,9 @@ from megatron.core import dist_checkpointing
 from torch import nn
 
 from moe_plugin.hosts.megatron import expert_layouts
+from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedObject, make_sharded_object_for_checkpoint
-from moe_plugin.hosts.megatron.compat.writers import is_wrapped
 from moe_plugin.layer import MoELayer
 
 logger = logging.getLogger(__name__)

@@ -169,7 +169,7 @@ def test_files_that_do_not_fit_are_refused_by_name(trained: tuple[Path, Result, 
     ({"state": {0: {"exp_avg": torch.zeros(99)}}}, "of 1 parameters, its model has"),
     ({"state": {0: {"exp_avg": torch.zeros(9)}}, "param_id_map": {0: 0, 1: 0}},
      "pieces of --ddp-backend fully_sharded"), (-1, "pieces of --ddp-backend fully_sharded")])
-@pytest.mark.parametrize("to", ["fairseq", "fairseq_branch", "plain"])
+@pytest.mark.parametrize("to", ["fairseq", "fairseq_branch"])
 def test_of_optimizer_state_in_other_pieces_the_model_alone_is_converted(
         optimizer: Any, why: str, to: str, trained: tuple[Path, Result, str], branch: Path,
         tmp_path: Path) -> None:

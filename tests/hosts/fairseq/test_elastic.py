@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -12,13 +14,22 @@ from tests.hosts.fairseq.conftest import LANGUAGE_MODEL
 
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 
-from moe_plugin.hosts.fairseq.run import wants_replicas  # after fairseq knows our models
+from moe_plugin.config import MoEConfig, RunConfig
+from moe_plugin.hosts.fairseq import run  # after fairseq knows our models
+from moe_plugin.hosts.fairseq.run import wants_replicas
 
 
 def _settings(flags: str) -> Any:
     arguments = f"data {LANGUAGE_MODEL.replace('--arch transformer_lm', '--arch moe_lm_tiny')}"
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(
         options.get_training_parser(), f"{arguments} --moe-lighthouse http://a:1 {flags}".split()))
+
+
+def _wants(flags: str) -> bool:
+    """The answer for a model with experts, whose settings are the defaults."""
+    with (mock.patch.object(run, "config_of", lambda model: MoEConfig()),
+          mock.patch.object(run, "run_settings", lambda model: RunConfig())):
+        return wants_replicas(_settings(flags), torch.nn.Module())
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -33,13 +44,13 @@ def _settings(flags: str) -> Any:
 ])
 def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        wants_replicas(_settings(flags), has_experts=True)
+        _wants(flags)
 
 
 def test_replicas_need_experts_and_are_not_the_default() -> None:
     with pytest.raises(ValueError, match="a model without experts: give --moe-freq"):
-        wants_replicas(_settings(""), has_experts=False)
-    assert wants_replicas(_settings(""), has_experts=True)
-    assert not wants_replicas(_settings("--moe-lighthouse="), has_experts=True)
+        wants_replicas(_settings(""), torch.nn.Module())
+    assert _wants("")
+    assert not _wants("--moe-lighthouse=")
     with pytest.raises(ValueError, match="replica=2 does not fit a run without a lighthouse"):
-        wants_replicas(_settings("--moe-lighthouse= --moe-replica 2"), has_experts=True)
+        _wants("--moe-lighthouse= --moe-replica 2")

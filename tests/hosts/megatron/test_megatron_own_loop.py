@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 from moe_plugin.hosts.megatron import endings, launch, passes, script
-from moe_plugin.hosts.megatron.compat import writers
+from moe_plugin.hosts.megatron.compat import loaders
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
 from moe_plugin.training.run import Run
 from moe_plugin.utils.run_feature import LostStep, RunFeature, SkipStep
@@ -118,7 +118,7 @@ def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.Monkey
 
 def test_loaders_of_another_megatron_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"0\.15 to 0\.19"), \
-            writers.of_all_ranks(_raised, object()):
+            loaders.of_all_ranks(_raised, object()):
         pass
 
 

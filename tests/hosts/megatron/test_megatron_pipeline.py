@@ -76,7 +76,8 @@ def test_graphs_are_refused(made_by: str) -> None:
     """Megatron's own schedules alone say in which micro-batch a graph is."""
     from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 
-    schedule: Any = SimpleNamespace(name="eager-1f1b", unfit=())
+    schedule: Any = EagerSchedule.__new__(EagerSchedule)
+    schedule.settings = PipelineConfig(schedule="eager-1f1b")
     EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl="none"))
     with pytest.raises(ValueError, match=f"cuda_graph_impl='{made_by}': must be 'none'"):
         EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl=made_by))

@@ -47,7 +47,8 @@ def _script_saves(folder: str) -> tuple[bool, bool]:
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end, wrap
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
 
     seen = []
 

@@ -1,0 +1,47 @@
+"""The common state of a distributed checkpoint, changed while Megatron loads it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_PACKAGE = "megatron.core.dist_checkpointing"
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@contextmanager
+def changed(change: Change, strategy_given: bool) -> Iterator[dict[str, Any]]:
+    """Inside, `dist_checkpointing.load` gets the common state as `change` returns it, if it is
+    called with the keyword arguments that the block gets.
+
+    Up to 0.17 a strategy object loads the common state; from 0.18 on a function does, which `load`
+    finds in its own module: `load_common` in 0.18, `load_common_state_dict` in 0.19.
+
+    strategy_given: the caller passes a strategy of its own; nothing is changed then.
+    """
+    common = importlib.import_module(f"{_PACKAGE}.strategies.common")
+    base = getattr(common, "TorchCommonLoadStrategy", None)  # absent from 0.18 on
+    if base is not None:
+        yield {} if strategy_given else {"common_strategy": _strategy(base, change)}
+        return
+    module = importlib.import_module(f"{_PACKAGE}.serialization")
+    names = module.load.__code__.co_names
+    name = "load_common_state_dict" if "load_common_state_dict" in names else "load_common"
+    original = getattr(module, name)
+    setattr(module, name, lambda folder: change(original(folder)))
+    try:
+        yield {}
+    finally:
+        setattr(module, name, original)
+
+
+def _strategy(base: type, change: Change) -> Any:
+
+    class Changed(base):  # type: ignore[misc]
+
+        def load_common(self, checkpoint_dir: Any) -> Any:
+            return change(super().load_common(checkpoint_dir))
+
+    return Changed()
