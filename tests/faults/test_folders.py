@@ -108,7 +108,9 @@ def test_many_starts_at_once_where_a_killed_run_was(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing_half_written(host: Host, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    ran = host.train(folder, Fault("disk-full", (0,), SAVE_EVERY + 2, "update"))
+    # more than the log of a run, and less than a checkpoint
+    fault = Fault("disk-full", (0,), SAVE_EVERY + 2, "update", bytes=1 << 18)
+    ran = host.train(folder, fault)
     assert ran.code != 0 and not ran.late
     told = [line for line in ran.log.splitlines() if ": error: " in line and "ERROR" not in line]
     assert told and all(re.search("cannot be written|not write|not written", line)

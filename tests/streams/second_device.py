@@ -19,7 +19,7 @@ from moe_plugin import TorchComm
 from moe_plugin.comm import Comm, LocalComm, Topology, watchdog
 from moe_plugin.memory.copier import Copier
 from moe_plugin.records import ExpertRows, RowCounts
-from moe_plugin.tuning import compute_times, decisions, standing
+from moe_plugin.tuning import compute_times, standing, timer
 from moe_plugin.utils import machine
 from tests.streams.fake import install
 from tests.streams.gpu import Cuda, Event, Stream
@@ -64,7 +64,7 @@ class OnItsDevice(Observer):
 
 def timed(comm: Comm) -> list[Tensor]:
     """Timers of a call, of a strategy, of collectives, of a rank's experts."""
-    clock, x_N = decisions.CallTimer(AT), torch.ones(4).to(AT).requires_grad_()
+    clock, x_N = timer.CallTimer(AT), torch.ones(4).to(AT).requires_grad_()
     clock.start()
     clock.stopped(clock.started(x_N * 2, None)).sum().backward()
     assert clock.over and clock.seconds() > 0
@@ -92,7 +92,7 @@ def _careless_stream(of: type[Stream]) -> Callable[..., Stream]:
 
 
 TIMERS = {f"the device of events in {module.__name__}": (module,)
-          for module in (watchdog, decisions, compute_times, standing)}
+          for module in (watchdog, timer, compute_times, standing)}
 EVENTS = {"the device of events": (machine, *(module for (module,) in TIMERS.values())), **TIMERS}
 
 

@@ -137,7 +137,7 @@ def test_a_run_with_delayed_weight_gradients_logs_the_losses_of_1f1b(tmp_path: P
         pytest.skip("needs megatron.training, which megatron-core 0.17 and newer hold")
     argv = [*PP2, "--data-path", make_data(tmp_path), "--train-iters", "3"]
     eager = [*argv, "--pipeline-schedule", "eager-1f1b", "--pipeline-delay-weights"]
-    plain, delayed = (re.findall(r"lm loss (\S+) .*grad norm (\S+)",
+    plain, delayed = (re.findall(r"lm loss:? (\S+) .*grad norm:? (\S+)",
                                  launched(each, 2, tmp_path)) for each in (argv, eager))
     assert len(plain) == 3 and delayed == plain
     said = launched([*argv, "--pipeline-delay-weights"], 2, tmp_path, fails=True)

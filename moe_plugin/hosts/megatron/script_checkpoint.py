@@ -41,7 +41,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import (
     prepare_optimizer_for_load,
 )
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
-from moe_plugin.hosts.megatron.spec import check_settings
+from moe_plugin.hosts.megatron.model_settings import check_settings
 from moe_plugin.hosts.megatron.stage_layouts import parse
 from moe_plugin.utils.regular_files import move_into_place, write_whole
 

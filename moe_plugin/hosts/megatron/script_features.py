@@ -32,12 +32,12 @@ from moe_plugin.hosts.megatron.compat.settings import (
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
 from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
+from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.replicas import place_of
 from moe_plugin.hosts.megatron.resizing import steps_of
 from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
 from moe_plugin.hosts.megatron.script_report import log_path
-from moe_plugin.hosts.megatron.spec import model_settings
 from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, build
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of

@@ -16,7 +16,7 @@ from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron.spec import check_settings, differs
+from moe_plugin.hosts.megatron.model_settings import check_settings, differs
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.memory.weights.files import load_weights, save_weights

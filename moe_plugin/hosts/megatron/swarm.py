@@ -27,8 +27,8 @@ from moe_plugin.hosts.megatron.compat import core, cpu
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.layer import plugin_layers
+from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
 from moe_plugin.hosts.megatron.script_features import resume, stages_of
-from moe_plugin.hosts.megatron.spec import check_settings, model_settings
 from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness
 from moe_plugin.hosts.megatron.streamed_optimizer import (
     StreamedOptimizer,

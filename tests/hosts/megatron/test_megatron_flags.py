@@ -155,7 +155,7 @@ def test_defaults_follow_what_is_given() -> None:
 
 def test_other_learned_positions_than_saved_are_refused() -> None:
     """Of other positions their number says nothing about tensors."""
-    from moe_plugin.hosts.megatron.spec import check_settings
+    from moe_plugin.hosts.megatron.model_settings import check_settings
 
     saved = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
     mine = {**saved, "max_position_embeddings": 32}

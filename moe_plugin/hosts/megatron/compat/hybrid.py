@@ -13,11 +13,8 @@ Megatron's local GPT layers, whose parameters have the same names.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,68 +23,14 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction as mtp
-from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.utils.messages import short
-
-# Specs of a model's layers that follow the virtual pipeline stage that is built.
-_STAGES = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
-           "pipeline_model_parallel_layout": None, "num_layers_in_first_pipeline_stage": None,
-           "num_layers_in_last_pipeline_stage": None,
-           "account_for_embedding_in_pipeline_split": False,
-           "account_for_loss_in_pipeline_split": False}
-
-
-class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
-    """A block's spec by virtual stage, where a script can give its model builder one spec alone.
-
-    Attributes:
-        layer_specs: of all layers of the model, of which multi-token prediction takes the last.
-        of_stage: the spec of the virtual stage of that number; None: there are none.
-    """
-
-    def __init__(self, whole: Any, of_stage: Callable[[int | None], Any]) -> None:
-        super().__init__(layer_specs=whole.layer_specs, layer_norm=whole.layer_norm)
-        self.of_stage = of_stage
-        _follow()
-
-
-def _follow() -> None:
-    """Let a block that is built of `StageSpecs` take those of its stage (0.15 to 0.19: Megatron
-    asks `_get_block_submodules` for a block's layers).
-    """
-    ask = transformer_block._get_block_submodules
-    if hasattr(ask, "asks_stages"):
-        return
-    arguments = inspect.signature(ask)
-
-    @functools.wraps(ask)
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        given = arguments.bind(*args, **kwargs)
-        spec = given.arguments["spec"]
-        if isinstance(spec, StageSpecs):
-            given.arguments["spec"] = spec.of_stage(given.arguments.get("vp_stage"))
-        return ask(*given.args, **given.kwargs)
-
-    asked.asks_stages = True  # type: ignore[attr-defined]
-    transformer_block._get_block_submodules = asked
-
-
-def in_one_stage(config: Any) -> Any:
-    """The same `TransformerConfig` without pipeline stages."""
-    whole = copy.copy(config)
-    for name, value in _STAGES.items():
-        if hasattr(whole, name):
-            setattr(whole, name, value)
-    return whole
-
 
 _LOCAL, _SEPARATORS = "*-E", "|/"
 _FOR_MAMBA = "mamba_ssm", "einops"

@@ -1,0 +1,73 @@
+"""What a model computes, as its checkpoints state it, and whether a run's agrees."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.utils.messages import short
+
+logger = logging.getLogger("moe_plugin.megatron")
+_OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+              "ffn_hidden_size", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+              "moe_shared_expert_intermediate_size", "moe_latent_size")
+_OF_ARGUMENTS = (
+    "norm_epsilon", "rotary_base", "rotary_percent", "swiglu", "squared_relu",
+    "position_embedding_type", "untie_embeddings_and_output_weights", "num_experts",
+    "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
+    "moe_apply_probs_on_input", "moe_shared_expert_gate")
+# those that say which tensors there are, and those that change what is computed with them
+_TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
+            "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate", "num_experts", "moe_latent_size")
+_COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embedding_type",
+             "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+             "moe_router_topk_scaling_factor", "squared_relu")
+
+
+def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """What the model computes, by the names of Megatron's arguments, and ours as "moe_plugin"; JSON
+    values, for checkpoints.
+    """
+    found = {name: setting(config, name) for name in _OF_CONFIG}
+    found.update({name: getattr(args, name, None) for name in _OF_ARGUMENTS})
+    found["max_position_embeddings"] = args.max_position_embeddings or args.seq_length
+    return {**found, "moe_plugin": settings_from_flags(vars(args))}
+
+
+def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """`ValueError` where what `model_settings` gave when a checkpoint was saved is of another model
+    than what it gives now; a warning where settings differ that no tensor's shape says.
+    """
+    saved, mine = _all_biases(saved), _all_biases(mine)
+    both = [name for name in mine if name in saved and name != "moe_plugin"
+            and (saved[name] or None) != (mine[name] or None)]
+    for name in both:
+        if name in _TENSORS or name == "max_position_embeddings" and _learned(saved, mine):
+            raise ValueError(differs(path, name, saved[name], mine[name]))
+        if name in _COMPUTED:
+            logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
+                           short(saved[name]), short(mine[name]))
+
+
+def _all_biases(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Megatron's script sets the second by the first, which conversions and configs leave apart
+    return {**settings, "add_qkv_bias": True} if settings.get("add_bias_linear") else settings
+
+
+def _learned(*settings: Mapping[str, Any]) -> bool:
+    # positions are rows of a tensor; who does not say it agrees
+    name, learned = "position_embedding_type", "learned_absolute"
+    return all(each.get(name, learned) == learned for each in settings)
+
+
+def differs(path: str, name: str, saved: Any, mine: Any) -> str:
+    """Message: a setting differs, with the remedy."""
+    return (f"checkpoint {path!r} has {name}={short(saved)}, this run has {name}={mine!r}; give "
+            "the same arguments as when it was saved, or another --load")
