@@ -100,4 +100,4 @@ def test_a_vector_of_another_length_is_refused(runs: tuple[Path, Path], tmp_path
     with open_source(tmp_path / "short") as source:
         assert {field for field, _ in source.entries} == {MODEL}
         with pytest.raises(CheckpointError, match="--model-only"):
-            Conversion(source, tmp_path / "out", "fairseq_branch", CheckpointSizes()).run()
+            Conversion(source, tmp_path / "out", "fairseq", CheckpointSizes()).run()
