@@ -43,7 +43,7 @@ class Mixed(nn.Module):
 
 
 class Tied(nn.Module):
-    """The output by the embedding's weight, which is no parameter of this block."""
+    """The output by the embedding's weight, which is not a parameter of this block."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

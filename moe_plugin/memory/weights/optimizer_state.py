@@ -12,7 +12,7 @@ from moe_plugin.memory.passes import FlatLayout, absent, aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, TierBuffer
 
 State = Mapping[tuple[int, str], Tensor]  # by number of the parameter and name
-_MAIN = "main weight"  # beside an optimizer's state, the parameter itself
+_MAIN = "main weight"  # stored with the optimizer's state: the parameter itself
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ from moe_plugin.checkpoint.upcycle import Upcycling, moe_tensors, refuse_experts
 from moe_plugin.config.flags import setting_specs
 
 STACKS = ("encoder", "decoder")
-# copies of its parameters that an encoder layer of fairseq >= 0.12 has beside them
+# copies of its parameters that an encoder layer of fairseq >= 0.12 has next to them
 _COPIES = re.compile(r"(encoder)\.layers\.(\d+)\.(in_proj|out_proj|fc1|fc2)_(weight|bias)")
 _MLP = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.fc([12])\.(weight|bias)")
 
