@@ -304,8 +304,8 @@ class Routing:
         capacity: the number of slots per expert of the router's capacity. None if the router has no
             capacity.
         counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
-        sizes: the exchange of sizes with other ranks that a dispatcher started one block early, when
-            the choices were known. None if no exchange was started. See
+        sizes: the exchange of sizes with other ranks that a dispatcher started one block early,
+            when the choices were known. None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
