@@ -168,7 +168,8 @@ def test_the_uneven_beginning_of_a_run_is_not_named() -> None:
     assert findings(run_of(*[uneven] * 24, *[fine] * 80)) == []
     (found,) = findings(run_of(*[uneven] * 26, *[fine] * 70))
     assert found.title == ("the busiest expert had 2.5 times the mean load (uneven from 2 on, "
-                           "4.0 would be all tokens on the same experts) in a (steps 0 to 25, recovered)")
+                           "4.0 would be all tokens on the same experts) in a (steps 0 to 25, "
+                           "recovered)")
 
 
 def test_a_few_tokens_say_nothing_of_collapse() -> None:
