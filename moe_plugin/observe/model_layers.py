@@ -24,7 +24,7 @@ ON, OFF = "on", "off"  # the values of a flag that is a switch
 
 def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
            several: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the settings of a command and of its `--moe-config` file that differ from the defaults.
+    """Return the settings of a command and its `--moe-config` file that differ from the defaults.
 
     Args:
         words: the words of the command.
