@@ -1,4 +1,5 @@
-"""`fairseq-train` in which a part of the last rank's layers drifts: `drift_train.py PART ARGS...`."""
+"""`drift_train.py PART ARGS...`: `fairseq-train` in which a part of the last rank's layers drifts.
+"""
 
 from __future__ import annotations
 

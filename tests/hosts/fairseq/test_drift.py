@@ -17,7 +17,7 @@ TOOL = str(Path(__file__).with_name("drift_train.py"))
     ("router", "were equal on ranks 0 and 3 and have become different"), ("nothing", None)])
 def test_replicas_that_drift_apart_are_warned_of(corpus: Corpus, tmp_path: Path, part: str,
                                                  words: str | None) -> None:
-    log = run(TOOL, f"{part} {corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 6 --no-save "
-              f"--moe-expert-parallel-size 2 --save-dir {tmp_path}", ranks=4).ok().log
+    log = run(TOOL, f"{part} {corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 6 "
+              f"--moe-expert-parallel-size 2 --no-save --save-dir {tmp_path}", ranks=4).ok().log
     assert ("have become different" in log) == (words is not None)
     assert words is None or log.count(words) == 1
