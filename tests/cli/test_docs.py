@@ -339,7 +339,8 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     # the first of a name: those in plain PyTorch, Megatron's are below them
     weights = {row[0]: float(row[5]) for row in reversed(table_of("weights"))
                if row[1] in ("", "as it is")}
-    assert f"{weights['streamed'] / weights['resident']:.2f} times" in measured("third of the weights")
+    share = weights["streamed"] / weights["resident"]
+    assert f"{share:.2f} times" in measured("third of the weights")
     auto = [row[1] for row in table_of("adaptive") if row[0] == "auto, exploring included"]
     assert f"{float(auto[3]):.0f} ms" in measured("chosen during training")
     plan = max(float(row[7]) for row in table_of("plan") if row[0] in ("4x1", "2x2"))
