@@ -245,8 +245,8 @@ def explain(found: Sequence[PolicyTimes]) -> str:
         "the same number of",
         "rows under forced balance, for all calls, for the worst call, and for each third of the "
         "steps.", "", aligned(rows), "", what_to_use(found),
-        "Times include matrix products, rows that are sent and lent weights. They exclude work that",
-        "does not depend on the load (router, attention, optimizer)."])
+        "Times include matrix products, rows that are sent and lent weights. They exclude work",
+        "that does not depend on the load (router, attention, optimizer)."])
 
 
 def as_dict(found: Sequence[PolicyTimes]) -> dict[str, Any]:
