@@ -285,7 +285,7 @@ class ModelPlan:
     def label(self) -> str:
         """One line that describes the plan: its sizes, and its layout in words."""
         return (f"TP{self.tp} PP{self.pp} DP{self.dp} EP{self.ep} ETP{self.etp} "
-                f"mb{self.micro_batch}: {self.layout.words}")
+                f"mb{self.micro_batch} ({self.layout.words})")
 
 
 def load_model(path: str | Path) -> ModelShape:
