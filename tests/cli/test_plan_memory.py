@@ -118,8 +118,8 @@ def test_places_of_experts_are_refused_by_name(words: list[str], match: str,
 
 
 @pytest.mark.parametrize(("words", "match"), [
-    (("--memory", "100MiB"), "a limit of 104857600 bytes is too little"),
-    (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too little"),
+    (("--memory", "100MiB"), "a limit of 104857600 bytes is too small"),
+    (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too small"),
     (("--memory", "1GiB", "--weights-on", "host", "--accumulate", "0"),
      "0 accumulated micro-batches: must be from 1"),
     (("--memory", "1GiB", "--accumulate", "2"), "--accumulate 2 needs --weights-on host"),
