@@ -17,7 +17,7 @@ SENDS = ("rows", "ranks", "nodes")
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class LayoutChoice:
-    """How one layer runs one step.
+    """Choice of how one layer runs one step.
 
     Attributes:
         r: routing degree. With r = 0 every rank gathers the parameters of all experts and computes
@@ -31,14 +31,14 @@ class LayoutChoice:
         d_backward: overlap degree in backward. 0 means the same as in forward.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the expert compute implementation.
-        piece_axis: how rows are divided into pieces: by `rows`, `experts` or `peers`. It has no
-            effect with one piece.
+        piece_axis: how rows are divided into pieces: by `rows`, `experts` or `peers`. With one
+            piece, the axis has no effect.
         gather_tokens: whether every rank gathers all tokens of the group and computes the rows of
             its own experts, without an all-to-all (dispatcher all_gather). Parameters remain on
             the ranks that store them.
         spill: policy that selects the ranks that compute rows of overloaded experts, from
-            `planner.spill.POLICIES`. It applies only if every token is sent to all slices of its
-            expert (the largest r).
+            `planner.spill.POLICIES`. Rows can spill only if every token is sent to all slices of
+            its expert (the largest r).
         send: how often a token's row is sent, from `SENDS`: once per selected expert, once per
             rank, or once per node that has a selected expert.
     """
@@ -100,7 +100,7 @@ class LayoutChoice:
 
     @property
     def label(self) -> str:
-        """Short form of the layout for files and statistics, e.g. `r=1 d=2 2dh auto`.
+        """Short form of the layout for files and statistics, such as `r=1 d=2 2dh auto`.
 
         Fields after the kernel are included only if they differ from their default.
         """
@@ -147,7 +147,9 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
-    """Return all possible values of r: 0 and every divisor of S. On a single rank only 1 remains.
+    """Return all possible values of r: 0 and every divisor of S.
+
+    On a single rank the only value is 1.
 
     Args:
         experts: number of experts in the layer.

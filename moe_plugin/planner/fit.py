@@ -53,7 +53,8 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
         measurements: exchanges of at least two sizes and several algorithms, which are needed to
             distinguish the links. An emulated cluster also needs several numbers of nodes, because
             all nodes share one machine.
-        shape: nodes, ranks per node and network cards of the result. Its constants are ignored.
+        shape: cluster that defines nodes, ranks per node and network cards of the result. The
+            constants of this cluster are ignored.
         emulated: whether to fit `host` and `wake_s` to the measured CPU time as well.
 
     Raises:
@@ -76,8 +77,8 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
 def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, float]:
     """Fit `host` and `wake_s`.
 
-    A column for copies is part of the fit because copies also cost CPU time. Its result is dropped:
-    copies never overlap the network, so `copy_s` covers them.
+    A column for copies is part of the fit because copies also cost CPU time. The fitted value of
+    this column is dropped, because copies never overlap the network and `copy_s` covers them.
     """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
@@ -181,7 +182,7 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return the cluster with some constants replaced, by name (e.g. "inter.alpha_s")."""
+    """Return the cluster with some constants replaced, by name (such as "inter.alpha_s")."""
     links = {
         name: {
             key.split(".")[1]: float(value) for key, value in values.items()

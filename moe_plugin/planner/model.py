@@ -23,8 +23,8 @@ class MeasuredNetwork:
 
     Attributes:
         about: properties that other ranks must share to reuse this measurement.
-        cluster: the cluster fitted to measured all-to-alls. Its number of ranks is the number of
-            ranks that took part in the measurement.
+        cluster: the cluster fitted to measured all-to-alls, with as many ranks as took part in the
+            measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -222,14 +222,14 @@ class ModelShape:
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class ModelPlan:
-    """How a model is distributed over a cluster.
+    """Distribution of a model over a cluster.
 
     Ranks are ordered as in Megatron: tensor, expert, data, pipeline. Expert groups are folded over
     the tensor- and data-parallel ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. Their product is the number of
-            ranks.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes, with the number of ranks as their
+            product.
         ep: number of ranks that divide the list of experts.
         etp: number of ranks that divide each expert's width.
         micro_batch: number of sequences per micro-batch.

@@ -2,9 +2,10 @@
 
 If k choices are distributed evenly over W targets, a token has W (1 - (1 - 1/W)^k) targets on
 average (`expected_targets`). With `send=nodes` a row is sent once to each node, between ranks with
-the same local index, and then forwarded inside the node. These are the two phases of 2DH with other
-numbers of rows. (Expert, weight) pairs are sent in separate exchanges next to the rows. Their
-forward exchange goes to the experts, and their backward exchange returns the weights' gradients.
+the same local index, and then forwarded inside the node. Sending once per node uses the two phases
+of 2DH with other numbers of rows. (Expert, weight) pairs are sent in separate exchanges next to the
+rows. In forward the pairs are sent to the experts, and in backward the gradients of the weights are
+sent back.
 """
 
 from __future__ import annotations
@@ -238,9 +239,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,
                row_bytes: float) -> float:
-    """Return the seconds to send `tokens` tokens of each rank to their experts, or their results
-    back.
-    """
+    """Return the seconds to send `tokens` tokens of each rank to their experts, or back."""
     group, pairs = GroupShape(cluster.ranks), tokens * rows.pairs * PAIR_BYTES / 2
     flat = min(cluster.nodes, cluster.ranks_per_node) == 1
     if choice.send == "ranks" or flat:

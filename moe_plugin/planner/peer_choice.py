@@ -55,9 +55,9 @@ class Wiring:
 
     For every peer, the selector predicts the time until which its tasks keep it busy. The next task
     is sent to the peer with the earliest time, which then grows by the task's size divided by the
-    peer's throughput. With N equal tasks and n peers of constant throughput t_i, let
-    p_i = t_i / sum t. Then the number of tasks of peer i differs from N p_i by at most
-    max(1, n p_i), so its share differs by at most max(1, n p_i) / N.
+    peer's throughput. With N equal tasks and n peers of constant throughput t_i, let p_i = t_i /
+    sum t. The number of tasks of peer i then differs from N p_i by at most max(1, n p_i), and its
+    share by at most max(1, n p_i) / N.
 
     Args:
         seed: seed of the random order of equally busy peers.
@@ -88,7 +88,7 @@ class Wiring:
         heapq.heappush(self._heap, _Entry(busy, self._dice.random(), peer))
 
     def ban(self, peer: Hashable) -> None:
-        """Remove a peer that answered with an error or left. It can be announced again."""
+        """Remove a peer that answered with an error or left. The peer can be announced again."""
         if self._throughput.pop(peer, None) is not None:
             self._heap = [entry for entry in self._heap if entry.peer != peer]
             heapq.heapify(self._heap)
@@ -125,7 +125,8 @@ class Wiring:
     def throughput(self, peer: Hashable) -> float:
         """Return the assumed throughput of a peer.
 
-        This is the measured average, or the announced throughput before the first task.
+        The assumed throughput is the measured average, or the announced value before the first
+        task.
         """
         measured = self._throughput[peer].value
         return self._start[peer] if measured is None else measured

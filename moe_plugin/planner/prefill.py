@@ -181,8 +181,8 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
     """Return a lower bound of the seconds over all orders of equal pieces.
 
-    Either all computation lies between the first and the last exchange, or all exchanges run in
-    sequence plus the time that the network waits for the first piece. The larger time counts.
+    One bound is the first exchange, all computation, and the last exchange. The other bound is all
+    exchanges and the time that the network waits for the first piece. The larger bound is returned.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     waits = max(0.0, compute_s - (pieces - 1) * move)

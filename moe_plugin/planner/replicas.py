@@ -58,7 +58,7 @@ class ReplicaMap:
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """Return, by rank, the experts whose weights it must receive when replacing `before`."""
+        """Return, by rank, the experts whose weights the rank needs to switch from `before`."""
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
             return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
 
@@ -121,8 +121,8 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
     Args:
         loads: load of each logical expert, in any unit, >= 0.
-        slots: number of physical experts. It must be a multiple of `ranks`, and at least the number
-            of logical experts.
+        slots: number of physical experts, which must be a multiple of `ranks` and at least the
+            number of logical experts.
         ranks: number of ranks.
         nodes: number of nodes, which share the ranks evenly. Defaults to 1.
         groups: number of groups of consecutive experts that should be on one node. If the groups do
@@ -199,7 +199,7 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
 
     The packs of `place_replicas` are assigned to the ranks that store most of their load. Of the
     experts in its pack that a rank does not store, it hosts those with the highest load per
-    replica. Therefore even whole experts may leave a full rank.
+    replica. Even whole experts may therefore leave a full rank.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)

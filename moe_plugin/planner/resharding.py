@@ -2,9 +2,9 @@
 
 A layout states which box of a tensor each device stores. The boundaries of all boxes of both
 layouts divide the tensor into unique slices: a device stores a slice entirely or not at all. Each
-slice is multicast from any device that stores it before to all devices that store it only after.
-Devices may be part of both layouts, e.g. if the number of expert-parallel ranks changes. Data that
-a device already has is not sent to it.
+slice is multicast from any device that stores it in the old layout to all devices that store it
+only in the new layout. Devices may be part of both layouts, for example if the number of
+expert-parallel ranks changes. Data that a device already has is not sent to it.
 
 A slice is sent to a node once (section 3). For the g receivers of a node it arrives in g parts, one
 part at each receiver, and the receivers exchange the parts on their node. Further nodes receive
@@ -175,7 +175,7 @@ class Hop:
     Attributes:
         slice: index of the slice.
         part: (start, stop) in the slice's elements, in row-major order.
-        depth: 0 if the sender stores the slice. Otherwise the sender received it at depth - 1.
+        depth: 0 if the sender stores the slice, otherwise 1 more than the hop to the sender.
         chunk: index of the chunk. Hops of earlier chunks arrive first.
     """
 
@@ -222,7 +222,8 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
     """Return the simulated time of hops in this order, in elements over one link.
 
-    A node sends one hop at a time and receives one. Hops inside a node take no time."""
+    A node sends one hop at a time and receives one hop at a time. Hops inside a node take no
+    time."""
     tasks: list[Task] = []
     last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):

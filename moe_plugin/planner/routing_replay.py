@@ -1,10 +1,11 @@
 """Replays a routing trace through the planner to select a policy for overloaded experts.
 
-This answers the question before a cluster is rented. The trace contains the loads of each call of a
-layer, which determine the busiest rank under each policy of `parallel.spill`. Its modelled seconds
-(`planner.spill.SpillCosts`: matrix products, rows that are sent, lent weights; forward and
-backward) are compared with those of the same number of rows under forced balance, in which every
-expert receives equally many rows from every rank.
+The replay helps to select a policy before a cluster is rented. The trace contains the loads of each
+call of a layer, which determine the busiest rank under each policy of `parallel.spill`. The
+modelled seconds of the busiest rank include matrix products, rows that are sent and lent weights,
+in forward and backward (`planner.spill.SpillCosts`). These seconds are compared with those of the
+same number of rows under forced balance, in which every expert receives equally many rows from
+every rank.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
     """Check that the traces can represent this number of ranks, see `calls_of`.
 
     Raises:
-        ValueError: if they cannot.
+        ValueError: if the traces cannot represent this number of ranks.
     """
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(

@@ -2,9 +2,9 @@
 
 Rows beyond a rank's share are computed by the least loaded ranks, to which the owner of an expert
 lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows an expert and
-keeps its own rows. Both policies produce a table that lists, for every lent expert, how many rows
-each rank computes. Any table yields the same outputs and gradients. Rows of a borrower itself are
-not sent.
+keeps its own rows. LLEP and shadowing both produce a table that lists, for every lent expert, how
+many rows each rank computes. Any table yields the same outputs and gradients. A borrower's own rows
+are not sent.
 
 An owner sends each of h borrowers one of h equal parts of the weights, and the borrowers exchange
 the parts. The owner therefore sends an expert once, whatever h is, and receives its gradient once.

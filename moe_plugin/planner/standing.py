@@ -191,7 +191,7 @@ class StandingReplicas:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue with the state of an earlier run.
 
-        A state with another number of ranks is ignored, and placement starts anew.
+        A state with another number of ranks is ignored, and placement starts again.
         """
         if state.get("ranks") != self.ranks:
             return

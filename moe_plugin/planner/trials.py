@@ -2,12 +2,12 @@
 
 This module is pure Python and reads no clock: callers report the candidates that were tried and the
 times that were measured. Candidates are tried in rounds, one call per candidate, so that a
-disturbance of the machine affects all candidates. Two candidates are compared in two ways. The
-first uses the quotients of their times in the same rounds: their median is the difference, and
-their range without a third of outliers is the spread. The second uses their smallest times. The
-way with the smaller spread counts. A candidate is chosen if it gains more than the spread, and
-otherwise the present choice remains. As long as candidates cannot be distinguished, more rounds
-follow, up to a bound. Candidates that are far behind are excluded from further rounds.
+disturbance of the machine affects all candidates. Two candidates are compared by the quotients of
+their times in the same rounds. The median of the quotients is the difference, and their range
+without a third of outliers is the spread. The candidates are also compared by their smallest times,
+and the comparison with the smaller spread counts. A candidate is chosen if it gains more than the
+spread, and otherwise the present choice remains. As long as candidates cannot be distinguished,
+more rounds follow, up to a bound. Candidates that are far behind are excluded from further rounds.
 
 Choices are checked by an occasional round (`Checks`). Numbers that are not candidates, such as
 seconds for a planner, are measured in steps until the steps agree (`Steady`).
@@ -35,10 +35,10 @@ class PairedComparison(NamedTuple):
     """Difference between the times of two candidates, as logarithms of the quotient of their times.
 
     Attributes:
-        middle: logarithm of the quotient. It is negative if the first candidate is faster.
-        spread: uncertainty of `middle`. It is half of the range of the quotients without outliers,
-            or the distances between each candidate's smallest and second smallest time. Few rounds
-            may agree by chance, so their spread is increased.
+        middle: logarithm of the quotient, which is negative if the first candidate is faster.
+        spread: uncertainty of `middle`, which is half of the range of the quotients without
+            outliers, or the distances between each candidate's smallest and second smallest time.
+            Few rounds may agree by chance, so the spread of few rounds is increased.
         rounds: number of rounds in which both candidates have a time.
     """
 
@@ -87,11 +87,11 @@ class ContestRules:
         least: smallest number of rounds before a decision.
         most: number of latest rounds on which a decision is based.
         gain: part of the present choice's time that another candidate must save.
-        behind: a candidate that took longer than this factor times the fastest candidate in at
-            least two rounds, and always, is excluded.
+        behind: factor of the fastest candidate's time. A candidate is excluded if it took longer
+            than this factor allows in all of its rounds, at least two.
         ordered: whether a candidate must achieve the gain over every earlier candidate as well.
-        smallest: whether comparisons may use the smallest times. Not suitable if a candidate is
-            only occasionally fast.
+        smallest: whether comparisons may use the smallest times. The smallest times are not
+            suitable if a candidate is only occasionally fast.
     """
 
     warm_up: int = 0
@@ -187,14 +187,14 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. Its time is expected in a call of `add`."""
+        """Return the next candidate to try, and expect its time in a call of `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
         return choice
 
     def wait(self) -> None:
-        """Record a call in which no time arrived. After several such calls the round ends."""
+        """Record a call in which no time arrived. The round ends after several of these calls."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()
@@ -251,8 +251,8 @@ class Contest(Generic[Choice]):
     def base(self) -> Choice:
         """Return the candidate that others must beat.
 
-        This is the present choice. If the present choice is far behind or has no time, it is the
-        first candidate that has a time.
+        The candidate to beat is the present choice. If the present choice is far behind or has no
+        time, the first candidate with a time is returned.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]

@@ -65,7 +65,7 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
     Args:
         kind: the dataclass.
         path: path of the YAML file.
-        what: name of the file type in error messages, e.g. "cluster file".
+        what: name of the file type in error messages, such as "cluster file".
         remedy: advice in error messages.
 
     Raises:

@@ -200,7 +200,7 @@ class _Worst:
             self._grow(self.masks[first], first, 1, True)
 
     def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
-        """Try every set that extends this one. one_class: all its members are in one class."""
+        """Try every set that extends this one. one_class: whether all members are in one class."""
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled

@@ -34,12 +34,13 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
     """Return a prepared group with the collectives of the settings.
 
     If the group already has these collectives, the group itself is returned. The call is
-    collective: the first rank plans the trees.
+    collective, because the first rank plans the trees.
 
     Args:
         comm: the prepared group.
         config: communication settings.
-        measures: whether `auto` may measure. Otherwise it predicts, even without a cluster file.
+        measures: whether `auto` may measure. Otherwise `auto` predicts, even without a cluster
+            file.
 
     Raises:
         ValueError: if the network file cannot be read or does not fit the group.

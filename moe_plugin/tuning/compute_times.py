@@ -66,7 +66,7 @@ class MeasuredChoices:
         self.unlock()
 
     def unlock(self) -> None:
-        """Create a new lock. A forked process needs one if another thread held the lock."""
+        """Create a new lock, also in a forked process, where another thread may have held it."""
         self._lock = threading.Lock()
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,

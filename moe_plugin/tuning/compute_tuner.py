@@ -6,7 +6,8 @@ hooks on saved tensors, and no random number from torch's generators.
 
 The candidates of a load follow from pure functions without timing. On a GPU the strategy `kernels`
 counts as several candidates, one for each schedule of its matrix products that Triton supports
-there (`kernels.groups.SCHEDULES`, e.g. "kernels split"). Their results are bitwise equal.
+there (`kernels.groups.SCHEDULES`, for example "kernels split"). The results of all schedules are
+bitwise equal.
 
 The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows per expert, one GEMM
 per expert for many rows, and in between whichever is faster. Candidates that the rule allows are
@@ -93,11 +94,11 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     """Return the names of candidate strategies. The first one is used if nothing is measured.
 
     On a CPU the candidates are `fused`, which is one GEMM per expert, and for few rows the grouped
-    and (for even loads) batched strategies. On a GPU they are the grouped kernels of this package
-    and of torch, and from `FEW_ROWS` rows on one GEMM per expert. With torch's grouped kernels a
-    step of transformers takes 0.95 to 1.04 times as long on an H100, with the least time at 4,096
-    rows per expert. This package's kernels come first, because the others store more for backward
-    and must therefore be faster.
+    and (for even loads) batched strategies. On a GPU the candidates are the grouped kernels of this
+    package and of torch, and from `FEW_ROWS` rows on one GEMM per expert. With torch's grouped
+    kernels a step of transformers takes 0.95 to 1.04 times as long on an H100, with the least time
+    at 4,096 rows per expert. This package's kernels come first, because the other kernels store
+    more for backward and must therefore be faster.
 
     Args:
         load: load of the call.
@@ -284,8 +285,8 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 def takes_counts_of_device(name: str) -> bool:
     """Return whether a strategy computes rows whose counts are known only on the device.
 
-    Such a strategy does not wait. All other strategies read the counts, and `grouped` does so for
-    rows that it passes to `loop`.
+    The host does not wait for the device then. All other strategies read the counts on the host,
+    and `grouped` does so for rows that it passes to `loop`.
     """
     return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
 
@@ -293,8 +294,8 @@ def takes_counts_of_device(name: str) -> bool:
 def _may_measure(device: torch.device) -> bool:
     """Return whether trials are allowed.
 
-    They are not allowed without gradients (there may be no memory for them), while a CUDA graph is
-    captured, or under a mode that intercepts operations.
+    Trials are not allowed without gradients (there may be no memory for gradients), while a CUDA
+    graph is captured, or under a mode that intercepts operations.
     """
     intercepted = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     return torch.is_grad_enabled() and not intercepted and not capturing(device)

@@ -2,7 +2,7 @@
 
 The engine is a pure state machine without torch, ranks or clocks. Layouts, all-to-all algorithms,
 collectives and expert compute use it. An unknown bucket starts with its best prediction or with the
-first candidate. Its candidates are tried in rounds until they can be distinguished
+first candidate. The candidates of the bucket are tried in rounds until they can be distinguished
 (`planner.trials`). The fastest candidate is then used, watched for drift, and checked occasionally.
 
 Ranks agree because they compute the same: all rules are deterministic, and times are reduced over
@@ -83,7 +83,7 @@ class _Entry(Generic[Choice]):
 
 
 class Tuner(Generic[Bucket, Choice]):
-    """Tuner: call `choose(bucket)` before a call, and `record(...)` when its time is known.
+    """Tuner. Use `choose` before a call, and `record` when the time of the call is known.
 
     Args:
         candidates: function that returns the candidates of a bucket with their predicted seconds
@@ -106,7 +106,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
-        """Return the choice for this call. calls: calls since the last one, including this call."""
+        """Return the choice for this call. calls: calls since the last choice, plus this call."""
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
@@ -373,9 +373,9 @@ class Tuner(Generic[Bucket, Choice]):
     def load_state(self, state: Mapping[str, Any]) -> list[str]:
         """Load a saved state, and return the reason for each bucket that is measured again.
 
-        Choices that are not candidates any more, e.g. on another number of ranks, are omitted.
-        Fields that were added to choices later have their default, and are measured if there are
-        others.
+        Choices that are not candidates any more, for example on another number of ranks, are
+        omitted. Fields that were added to choices later have their default, and are measured if
+        there are others.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(

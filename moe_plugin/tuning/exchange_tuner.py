@@ -1,7 +1,7 @@
 """Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and trials of exchanges.
 
-The algorithm is predicted by a calibrated model or measured. All ranks agree on it. A trial of a
-collective or an all-to-all is measured while its result is used.
+The algorithm is predicted by a calibrated model or measured. All ranks agree on the algorithm. A
+trial of a collective or an all-to-all is measured while its result is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bucket_of(size: float) -> int:
 def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
     """Return the candidate of this call, and whether its time is needed.
 
-    All ranks return the same. A call that is captured into a CUDA graph is never a trial.
+    All ranks return the same values. A call that is captured into a CUDA graph is never a trial.
     """
     if capturing(x.device):
         return tuner.latest(bucket).choice, False
@@ -133,9 +133,9 @@ class ExchangeTuner:
 class AutoAllToAll(Exchange):
     """The fastest registered algorithm for each size.
 
-    With a cluster file the algorithm is predicted. Otherwise it is measured in the first calls and
-    checked occasionally. Algorithms whose requirements the group does not meet are excluded, and
-    the log states the reason. All ranks always agree.
+    With a cluster file the algorithm is predicted. Otherwise the algorithm is measured in the first
+    calls and checked occasionally. Algorithms whose requirements the group does not meet are
+    excluded, and the log states the reason. All ranks always agree.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,

@@ -123,7 +123,7 @@ class LayoutTuner:
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, CallTimer | None]:
         """Return the layout of this call, and a timer if its time is needed.
 
-        In training, some calls are collective. Otherwise the latest choice is returned. A
+        In training, some calls are collective. All other calls return the latest choice. A
         recomputation repeats the choice of its first pass.
         """
         self.timer, choice = None, self.current
@@ -230,16 +230,16 @@ class LayoutTuner:
     def plain(self) -> list[LayoutChoice]:
         """Return the configured layout with each way of sending.
 
-        Predictions may wrongly exclude these layouts if processors are the bottleneck. Timing them
-        ensures that the choice is never slower than the configured layout.
+        Predictions may wrongly exclude these layouts if processors are the bottleneck. Timing these
+        layouts ensures that the choice is never slower than the configured layout.
         """
         return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
 
     def gathered(self) -> list[LayoutChoice]:
         """Return the layout that gathers tokens, if there are few ranks.
 
-        With few ranks it sends little more than an all-to-all. It needs a single collective in each
-        direction, and predictions of this collective are the least reliable.
+        With few ranks, gathering sends little more data than an all-to-all. Gathering uses a single
+        collective in each direction, and predictions of this collective are the least reliable.
         """
         few = self.comm.size <= FEW_RANKS * self.config.router.experts_per_token
         if not few or not self.layouts.gathers_tokens:
@@ -314,6 +314,6 @@ def calls_between(cost: float, seconds: float) -> int:
 def _nearest(value: float, last: int) -> int:
     """Return the nearest integer, or the last one as long as the value is not much farther away.
 
-    This hysteresis prevents oscillation between two buckets.
+    The hysteresis prevents oscillation between two buckets.
     """
     return last if abs(value - last) < STICKY else round(value)

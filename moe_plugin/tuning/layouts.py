@@ -1,7 +1,8 @@
-"""All layouts of one layer over its storage. Changing the layout moves no parameter and no result.
+"""All layouts of one layer over its storage.
 
-With r = 0 all parameters are gathered and tokens stay on their rank. With r >= 1 each token is sent
-to r ranks. See `records.Placement` and docs/adaptive.md.
+Changing the layout moves no parameters and changes no results. With r = 0 all parameters are
+gathered and tokens stay on their rank. With r >= 1 each token is sent to r ranks. See
+`records.Placement` and docs/adaptive.md.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class LayerLayout:
 
         Args:
             experts: experts of the layer, or a module that replaces them.
-            anchored: whether gradients need an anchor. False if all ranks agree on gradients.
+            anchored: whether gradients need an anchor. No anchor is needed if the tokens of all
+                ranks, or of no rank, have gradients.
         """
         anchor = None
         if experts is not self.experts:
@@ -170,7 +172,7 @@ class LayerLayout:
         return dataclasses.replace(parameters, **more)
 
     def _local(self, experts: nn.Module) -> dict[str, Tensor]:
-        """Return the experts' parameters. An adapter in their place modifies them in its call."""
+        """Return the experts' parameters. An adapter modifies the parameters in its call."""
         return self.experts.local_parameters() if experts is self.experts else experts(None)
 
 

@@ -46,10 +46,10 @@ REFERENCE_TOKENS = 4096  # tokens per rank for the choice of a schedule if the h
 
 def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
                       **more: Any) -> None:
-    """Check that all ranks create the same layer with the same versions. Collective, see `agree`.
+    """Check that all ranks create the same layer with the same versions.
 
-    For settings that name a file, the contents of the file are compared as well, because each node
-    may have a different file.
+    The call is collective, see `agree`. For settings that name a file, the contents of the file are
+    compared as well, because each node may have a different file.
 
     Args:
         config: settings of the layer.
@@ -82,7 +82,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
                   host: HostContext = HostContext()) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return the settings, the placement, and the ranks that share tokens. Collective.
+    """Return the settings, the placement, and the ranks that share tokens. The call is collective.
 
     The third value is None if no tokens are shared before routing, see `with_schedule`. The
     settings of all ranks are compared first (`agree_on_settings`). Finally, the weights are checked
@@ -144,8 +144,8 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
                   dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
     """Return settings and placement for `parallel.replicas`, and the ranks that share tokens in S1.
 
-    The third value is None if no tokens are shared before routing. This is the case for one
-    replica, for S2 (whose ranks are `Placement.replicas`), and for dispatchers whose ranks all have
+    The third value is None if no tokens are shared before routing. The value is None for one
+    replica, for S2 (its ranks are `Placement.replicas`), and for dispatchers whose ranks all have
     the same tokens.
 
     Args:

@@ -241,9 +241,9 @@ class PrefillPieces:
 
         All ranks return the same layout. If ranks exchanged row counts, the routing contains them.
         The largest number of tokens on any rank is sent together with the row counts, which ranks
-        exchange in any case. It is known without communication for fixed slots and with
-        `dispatch.equal_tokens`. Otherwise (`dispatch.send`, or a capacity with exact rows) it
-        requires an all-reduce.
+        exchange in any case. For fixed slots and with `dispatch.equal_tokens`, the number is known
+        without communication. In other cases (`dispatch.send`, or a capacity with exact rows), the
+        number requires an all-reduce.
         """
         if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
             return layout, kept

@@ -65,7 +65,7 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
 
 
 def spans_nodes(comm: Comm) -> bool:
-    """Return whether a prepared group of processes spans several nodes. Simulated ranks do not."""
+    """Return whether a prepared group of processes (not of simulated ranks) spans several nodes."""
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 
@@ -78,8 +78,8 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
     Args:
         comm: the prepared group.
         config: communication settings.
-        measures: whether settings that are left open may be measured while training. If False,
-            linear is used for them.
+        measures: whether settings that are left open may be measured while training. If False, the
+            algorithm is linear.
     """
     unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
     return config.all_to_all or unset[measures and spans_nodes(comm)]

@@ -66,8 +66,9 @@ class LayerReplicas:
             self._paused = False
 
     def finish_step(self) -> None:
-        """Finish an optimizer step. The call is collective if placement is due and speeds are
-        measured.
+        """Finish an optimizer step.
+
+        The call is collective if placement is due and speeds are measured.
         """
         if not self.standing.finish_step():
             return

@@ -57,7 +57,7 @@ def predict_table(cluster: Cluster, ranks: Sequence[int],
     """Return one JSON-ready row per size, number of ranks and algorithm.
 
     Args:
-        cluster: the cluster whose links are used. It is resized to each number of ranks.
+        cluster: the cluster whose links are used, resized to each number of ranks.
         ranks: numbers of ranks.
         sizes: exchange sizes in bytes per rank.
     """

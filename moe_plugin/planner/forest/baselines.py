@@ -1,10 +1,10 @@
 """Algorithms of communication libraries on the same simulator, for comparison.
 
-The algorithms are rings, double binary trees, and recursive halving and doubling. Each is a set of
-trees over the ranks, like a ForestColl schedule: a ring consists of paths, and recursive doubling
-of binomial trees. Messages use a shortest path through the network. Among several shortest paths,
-the path whose narrowest wire is widest is chosen. Each algorithm tries several orders of the ranks
-and uses the fastest order.
+The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
+a set of trees over the ranks, like a ForestColl schedule: a ring consists of paths, and recursive
+doubling of binomial trees. Messages use a shortest path through the network. Among several shortest
+paths, the path whose narrowest wire is widest is chosen. Each algorithm tries several orders of the
+ranks and uses the fastest order.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
 def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
     """Yield sets of rings that use only direct links, in both directions.
 
-    Each ring uses bandwidth that the earlier rings leave. Nothing is yielded if the search finds no
-    ring soon.
+    Each ring uses bandwidth that the earlier rings leave. If the search finds no ring within its
+    limit of steps, nothing is yielded.
     """
     number = {name: rank for rank, name in enumerate(network.ranks)}
     left = {(number[w.source], number[w.target]): w.bandwidth for w in network.wires

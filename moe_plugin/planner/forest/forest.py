@@ -1,9 +1,9 @@
 """Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
 
-The method is ForestColl (Zhao et al., arXiv 2402.06787). It finds the cut that limits the time
-(`optimum`), replaces switches by links between ranks (`splitting`), and packs spanning trees into
-the resulting graph (`packing`). All computations use integers and fractions, so the trees reach the
-bound exactly.
+The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl finds the cut that limits the
+time (`optimum`), replaces switches by links between ranks (`splitting`), and packs spanning trees
+into the resulting graph (`packing`). All computations use integers and fractions, so the trees
+reach the bound exactly.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
 def whole(graph: Graph, per_unit: Fraction) -> Graph:
     """Return the graph with the number of trees that each arc can carry.
 
-    Each unit of capacity carries `per_unit` trees, and the number of each arc is rounded down.
-    Then arcs are reduced until each node sends as many trees as it receives.
+    Each unit of capacity carries `per_unit` trees, and the number of each arc is rounded down. Arcs
+    are then reduced until each node sends as many trees as it receives.
     """
     counts = {arc: int(c * per_unit) for arc, c in graph.capacity.items()}
     return _balanced(Graph(graph.ranks, graph.nodes, counts, graph.scale))
@@ -127,8 +127,8 @@ def whole(graph: Graph, per_unit: Fraction) -> Graph:
 def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     """Return the fewest trees per unit of capacity with which each root can have `trees` trees.
 
-    The result is at least ratio * trees. It is a value at which some arc can carry one more tree,
-    so these values are searched by bisection.
+    The result is at least ratio * trees. At the result some arc can carry one more tree, so only
+    such values are searched, by bisection.
 
     Args:
         graph: graph whose capacities are rounded to whole trees.

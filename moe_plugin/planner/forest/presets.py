@@ -104,7 +104,7 @@ def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
 def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
     """Build the three-level fat tree of switches with an even number of ports.
 
-    It has ports ** 3 / 4 ranks and full bisection bandwidth (Al-Fares et al., 2008).
+    The fat tree has ports ** 3 / 4 ranks and full bisection bandwidth (Al-Fares et al., 2008).
 
     Raises:
         ValueError: if the number of ports is odd.

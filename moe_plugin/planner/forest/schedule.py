@@ -85,9 +85,9 @@ class Schedule:
             For all_reduce, the value applies to each of the two parts, or to both together with
             `overlap`.
         cut: names of the nodes S that prove the bound: 1/x* = (ranks in S) / (bandwidth out of S).
-            Empty with `overlap` and for a single rank.
-        k: number of trees of each root, counted with their weights. With `overlap`, the number for
-            all roots together, because roots may have different shares.
+            The set is empty with `overlap` and for a single rank.
+        k: number of trees of each root, counted with their weights. With `overlap`, k counts the
+            trees of all roots together, because roots may have different shares.
         unit: GB/s of a tree of weight 1.
         trees: all trees. For all_reduce, all inward trees come first.
         fixed: whether k was specified, so that the trees may be slower than 1/x*.
@@ -95,7 +95,7 @@ class Schedule:
             wires.
         parts: with `overlap`, disjoint sets of nodes that contain a rank each and prove the bound.
             The time is 2 M (number of parts - 1) / (sum of the bandwidths out of each part).
-            Otherwise empty.
+            Without `overlap`, there are no parts.
     """
 
     collective: str
@@ -113,7 +113,7 @@ class Schedule:
     def phases(self) -> int:
         """Number of times that the data crosses the network at full rate.
 
-        It is 2 for a reduce-scatter followed by an all-gather, and 1 otherwise.
+        The number is 2 for a reduce-scatter followed by an all-gather, and 1 otherwise.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
@@ -124,7 +124,7 @@ class Schedule:
 
     @cached_property
     def depth(self) -> int:
-        """Depth of the deepest tree. It is 0 for a single rank."""
+        """Depth of the deepest tree, or 0 for a single rank."""
         return max((max(tree.depths().values()) for tree in self.trees), default=0)
 
     @cached_property

@@ -120,7 +120,7 @@ def parse_table(text: str, where: str) -> TopologyTable:
 
 def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
-    """Return the network of `nodes` such machines, joined through their network cards.
+    """Return the network of `nodes` equal machines, joined through their network cards.
 
     NVLinks are direct connections unless a GPU's row lists more links than a GPU has; in that case
     the links lead to a switch. PCIe transfers data between GPUs only if NVLinks do not connect all

@@ -1,9 +1,9 @@
 """Replaces a network's switches by links between ranks without reducing the rate (edge splitting).
 
-A pair of arcs u -> w -> t through a switch w becomes u -> t. This reduces the capacity of cuts that
-separate w from u and t by the replaced amount. If the full amount is too much for a cut, the
-deficit of the cut tells how much less may be replaced. All capacity of a switch can be replaced,
-whatever the order of the pairs, as long as each node sends as much as it receives (Bang-Jensen,
+A pair of arcs u -> w -> t through a switch w becomes u -> t. The replacement reduces the capacity
+of cuts that separate w from u and t by the replaced amount. If the full amount is too much for a
+cut, the deficit of the cut tells how much less may be replaced. All capacity of a switch can be
+replaced in any order of pairs, as long as each node sends as much as it receives (Bang-Jensen,
 Frank, Jackson). Therefore many pairs that are likely to fit are replaced first, with a single
 check. If the check fails, the pairs are tried in halves, and finally one by one.
 """

@@ -65,9 +65,9 @@ class SwapPlan:
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
     """Return the fitting decisions with the shortest step.
 
-    With up to 10 blocks this is the best of all 3^n combinations. With more blocks it is the best
-    combination found, together with a lower bound (`SwapPlan.bound_s`) and whether the search
-    proved it to be optimal.
+    With up to 10 blocks this is the best of all 3^n combinations. With more blocks the result is
+    the best combination found, with a lower bound (`SwapPlan.bound_s`) and a flag that tells
+    whether the search proved that the combination is optimal.
 
     Args:
         blocks: blocks in the order of forward.
@@ -93,7 +93,7 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 def uniform(plan: SwapPlan) -> dict[str, float]:
     """Return the seconds of a step that uses one decision for all blocks, by decision.
 
-    The memory limit is that of the plan. The result is inf if the decision does not fit or if a
+    The memory limit of the plan applies. The result is inf if the decision does not fit or if a
     block cannot be swapped.
     """
     problem = plan.problem
@@ -119,7 +119,7 @@ def search(problem: SwapProblem) -> tuple[Decisions, bool]:
 def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
     """Keep the activations of more blocks, the last block first, if the step gets no longer.
 
-    This avoids copies without effect.
+    Keeping more activations avoids useless copies.
     """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
@@ -132,8 +132,8 @@ def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
 def seeds(problem: SwapProblem) -> Iterator[Decisions]:
     """Yield decisions from which the search starts.
 
-    The first decisions use as little memory as possible. The others keep the last blocks, which
-    backward needs first, and swap or recompute the earlier blocks, either in two groups or
+    The first decisions use as little memory as possible. The other decisions keep the last blocks,
+    which backward needs first, and swap or recompute the earlier blocks, either in two groups or
     alternately.
     """
     blocks = problem.blocks
@@ -204,7 +204,7 @@ class _Prefix:
 
 
 class _Proof:
-    """Depth-first search over decisions, block by block, that prunes what cannot beat the best.
+    """Depth-first search over decisions, block by block, without branches that cannot win.
 
     Attributes:
         best: best decisions so far.
@@ -258,8 +258,8 @@ class _Proof:
     def _can_improve(self, prefix: _Prefix) -> bool:
         """Return whether a lower bound is below the best time.
 
-        One bound is all computation. The other is forward, all copies in, and backward from the
-        first swapped block.
+        One lower bound is the total computation time. Another lower bound is the time of forward,
+        all copies in, and backward from the first swapped block.
         """
         bound = self.problem.compute_s + prefix.again_s
         if prefix.first >= 0:
@@ -273,9 +273,9 @@ def lower_bound(problem: SwapProblem) -> float:
 
     The bound relaxes the problem: when a block's forward begins, recomputing and swapping must have
     freed the memory that the block lacks. In a step of T seconds, the time for recomputation is T
-    minus all computation. Copies out have the time of all forward passes between the first block
-    and this block, plus the time for recomputation. Copies in have T minus all of forward and the
-    shortest backward.
+    minus all computation. Copies out can use the time of all forward passes between the first block
+    and this block, plus the time for recomputation. Copies in can use T minus all of forward and
+    the shortest backward.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -316,7 +316,7 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return the number of bytes. At an infinite rate it is infinite, even in no time."""
+    """Return the number of bytes, which is infinite at an infinite rate, even for 0 seconds."""
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 

@@ -5,9 +5,9 @@ KARMA", SC 2020.
 
 Forward computes the blocks in order. The activations of a swapped block are copied out after its
 forward pass. Backward computes the last block first. Swapped activations are copied back ahead of
-their block while other blocks are computed or recomputed. Such a copy starts as early as there is
-memory that no other block needs before the copy is used. All waits for memory are decided before
-the step starts.
+their block while other blocks are computed or recomputed. The copy back starts as soon as there is
+memory that no other block needs before the copied activations are used. All waits for memory are
+decided before the step starts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Waits:
     Attributes:
         forward: the block whose copy out must end before this block's forward starts.
         backward: the block whose copy out must end before this block's backward starts.
-        start: for a swapped block, the block with whose turn in backward its copy in may start.
+        start: for a swapped block, the block that backward reaches when the copy in may start.
         started: the last copy out that has ended when this block's turn in backward starts.
     """
 

@@ -65,8 +65,9 @@ class Versus:
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
-    """Compare streaming peers with a pipeline. Both compute `count` times g micro-batches per step.
+    """Compare streaming peers with a pipeline.
 
+    Each alternative computes `count` times g micro-batches per step.
     The assumptions favour the pipeline: its weights and activations fit, its stages take equally
     long, it is divided at the thinnest edges, it stores activations instead of recomputing them,
     and its steps include no average. The streaming time includes a share of each average, which

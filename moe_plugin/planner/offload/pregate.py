@@ -122,7 +122,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
     Args:
         design: one of `DESIGNS`.
         model: the layers and the machine.
-        passes: for each pass, the active experts by layer, e.g. from a recorded trace.
+        passes: for each pass, the active experts by layer, for example from a recorded trace.
         limit: bytes of the device. Defaults to no limit.
 
     Raises:

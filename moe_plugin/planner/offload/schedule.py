@@ -66,7 +66,7 @@ class ModelProfile:
     """A model's blocks in the order of forward, and the machine on which they were measured.
 
     Attributes:
-        blocks: the blocks. There is at least one.
+        blocks: the blocks, at least one.
         name: name that is shown to users.
         base_bytes: bytes that are always on the device: resident weights, optimizer state, buffers.
         in_bytes_s, out_bytes_s: bandwidth of copies to and from the device, in bytes per second. 0
@@ -189,7 +189,7 @@ class Outcome:
 
     @property
     def occupancy(self) -> float:
-        """Share of the time in which the compute stream is busy. It is 1 for an empty schedule."""
+        """Share of the time in which the compute stream is busy, or 1 for an empty schedule."""
         return self.timeline.busy("compute") / self.seconds if self.seconds else 1.0
 
     @cached_property
@@ -218,8 +218,8 @@ class OffloadSchedule:
         steps: the steps.
         limit: largest number of bytes that may be on the device at a time. None means no limit.
         base: bytes that are always on the device.
-        duplex: whether copies in and out run at the same time. Otherwise they run one after another
-            in issue order, like copies of a single queue.
+        duplex: whether copies in and out run at the same time. Otherwise copies run one after
+            another in issue order, like copies of a single queue.
     """
 
     steps: tuple[OffloadStep, ...]

@@ -160,7 +160,7 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Return the segments that end before these layers. The last end is the last layer."""
+        """Return the segments that end before these layers. The last segment ends the model."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
@@ -173,7 +173,7 @@ class Streamed:
                        behind: Segment | None) -> Stage:
         """Return the stage of a segment's backward, which overlaps with copies of its neighbours.
 
-        No weights are loaded behind the last segment, since its neighbour is still resident."""
+        For the last segment no weights are loaded, because its neighbour is still resident."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
@@ -331,9 +331,9 @@ class StreamPlan:
 
     @property
     def hides(self) -> bool:
-        """Whether condition (ii) holds: computation hides all copies except for the first load and
-        the gradients that are copied out while and after the first segment computes backward.
-        """
+        """Whether computation hides all copies that it can hide, condition (ii).
+
+        The exceptions are the first load and the gradients copied out from the first backward on."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -366,7 +366,7 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
         need = base + max(s.need for s in model.stages(model.segments(range(1, len(layers) + 1))))
         raise ValueError(f"a limit of {limit} bytes is too small. With one segment for each of "
                          f"{len(layers)} layers and {batches} micro-batches the step needs {need} "
-                         "bytes. Raise it, split layers, or accumulate fewer micro-batches")
+                         "bytes. Raise the limit, split layers, or accumulate fewer micro-batches")
     return StreamPlan(model, ends, model.seconds(ends))
 
 

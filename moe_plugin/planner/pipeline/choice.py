@@ -43,14 +43,14 @@ class StageProfile:
             unknown.
         memory_bytes: memory limit for activations on each rank. 0 means no limit.
         transport: nccl or gloo. With gloo, two stages that exchange data send one after the other.
-        sequence: number of tokens of a sequence. It is needed to compare slices of sequences. 0
+        sequence: number of tokens of a sequence, which is needed to compare slices of sequences. 0
             means that slices are not compared.
         slice_samples: measured forward passes of slices on the slowest stage, as [tokens, earlier
             tokens of the sequence, seconds]. Some samples must have no earlier tokens. With `batch`
             each sample begins with its number of sequences.
         batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
             together with its slices. 0 means that the size of a micro-batch is fixed.
-        granularity: slice lengths are multiples of this number of tokens. It must divide
+        granularity: slice lengths are multiples of this number of tokens, which must divide
             `sequence`.
         slices: fixed slice lengths in tokens. Empty means that the best lengths are chosen from
             the samples.

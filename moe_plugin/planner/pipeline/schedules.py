@@ -15,8 +15,9 @@ There are four modes of sending results to the next stage:
 - blocking: the sending stage waits until the transfer ends.
 - overlapped: the sending stage continues. 1F1B consumes an activation immediately after it is
   computed, so the next stage still waits for the transfer.
-- eager: a stage begins with 2 (n - i) - 1 forward passes instead of n - i. This leaves one slot
-  between computing and consuming an activation. About twice as many activations are alive.
+- eager: a stage begins with 2 (n - i) - 1 forward passes instead of n - i. The additional passes
+  leave one slot between computing and consuming an activation. About twice as many activations are
+  alive.
 
 A backward pass can be split: the gradient that the previous stage waits for is computed first, and
 the gradients of the weights are computed while the first gradient is being sent.
@@ -206,7 +207,7 @@ class Pipeline:
         """Yield the passes of a stage, and the sets of transfers that it waits for together.
 
         Between a forward and a backward pass of the steady state, a stage sends and receives in one
-        call. Otherwise it uses two calls.
+        call. At other times a stage uses two calls.
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage
         for last, following in pairwise([None, *passes, None]):
