@@ -333,7 +333,8 @@ class StreamPlan:
     def hides(self) -> bool:
         """Whether computation hides all copies that it can hide, condition (ii).
 
-        The exceptions are the first load and the gradients copied out from the first backward on."""
+        The exceptions are the first load, and copies of gradients during and after the backward
+        pass of the first segment."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
