@@ -115,7 +115,7 @@ def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
 
 @pytest.mark.parametrize("words, said", [
     (["--topology", "nothing:2"], "neither a file nor a preset. Available presets: ring:8"),
-    (["--topology", "missing.yaml"], "there is no such file"),
+    (["--topology", "missing.yaml"], "(no such file)"),
     (["--topology", "ring:4", "--size", "many"], "is not a size"),
     (["--topology", "ring:4", "--size", "0"], "must be at least 1"),
     (["--topology", "ring:4", "--chunks", "0"], "must be at least 1"),

@@ -178,9 +178,9 @@ def test_cluster_files_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ("- 1", "not a mapping"),
     (": :", "is not YAML"),
-    ("speed: 3", "unknown key 'speed'; known keys: name, nodes"),
+    ("speed: 3", "unknown key 'speed'. Known keys: name, nodes"),
     ("nodes: two", "'two' of type 'str' could not be converted to Int"),
-    ("inter: {alpha: 1}", "unknown key 'inter.alpha'; known keys: alpha_s, beta_s"),
+    ("inter: {alpha: 1}", "unknown key 'inter.alpha'. Known keys: alpha_s, beta_s"),
     ("inter: {alpha_s: x}", "inter.alpha_s Value 'x' .* to Float"),
     ("nodes: 0", "nodes=0 must be from 1 to"),
     ("inter: {beta_s: -1}", "number from 0 to"),

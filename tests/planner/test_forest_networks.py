@@ -87,7 +87,7 @@ def test_every_two_groups_of_a_dragonfly_share_one_link() -> None:
 @pytest.mark.parametrize("name, said", [
     ("dgx-b300:2", "nor a preset. Available presets: ring:8"), ("ring:1", "at least 2"),
     ("ring:3x3", "the number of ranks"), ("clusters:8", "clusters x ranks"),
-    ("fat-tree:5", "even number of ports; use 6"), ("torus:0x3", "at least 1"),
+    ("fat-tree:5", "even number of ports. Use 6"), ("torus:0x3", "at least 1"),
     ("hypercube:99", "from 1 to 8192"), ("torus:999999999x999999999", "from 1 to 8192"),
     ("dgx-a100:2@0", "must be > 0"), ("ring:8@-3", "neither a file"), ("", "neither a file"),
 ])

@@ -26,7 +26,7 @@ RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/
     ({"ranks": 2}, "wire '1' to '2': '2' is neither a rank nor a switch"),
     ({"ranks": -1}, "network: ranks is -1; write a number from 0"),
     ({"ranks": 10**9}, "ranks is 1000000000; write a number from 0"),
-    ({"ranks": True}, "ranks is True; write a list"),
+    ({"ranks": True}, "ranks is True, but it must be a list"),
     ({"ranks": [[]]}, r"ranks\[0\] is \[\]; write the name of a node"),
     ({"switches": ["a"]}, "no path connects '0' with 'a'. Add wires"),
     ({"links": [[0, 0, 1]]}, "wire '0' to '0' connects a node with itself"),
@@ -40,11 +40,11 @@ RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/
     ({"links": [[0, 1, 1, -1.0], [1, 2, 1]]}, "alpha_s -1.0 must be seconds"),
     ({"links": [[0, 1, 1, "x"]]}, "alpha_s is 'x'; write the seconds"),
     ({"links": [[0, 1, 1], [1, 0, 1]]}, "wire '1' to '0' occurs twice"),
-    ({"links": {}}, r"links is \{\}; write a list"),
+    ({"links": {}}, r"links is \{\}, but it must be a list"),
     ({"links": [[0, 1, 1]]}, "no path connects '0' with '2'"),
     ({"one_way": [[0, 2, 1]], "links": [[0, 1, 1], [1, 2, 1]]},
      "node '0' receives 1 GB/s but sends 2 GB/s. Both must be equal"),
-    ({"wires": []}, "unknown key 'wires'; known keys: name, ranks"),
+    ({"wires": []}, "unknown key 'wires'. Known keys: name, ranks"),
 ])
 def test_networks_that_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

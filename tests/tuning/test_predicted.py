@@ -96,7 +96,7 @@ def test_where_tokens_go_is_measured_and_said(mode: str,
         assert [visits for _, visits in found] == [{1: OnceRows(1.0, 1.0, 4)}] * 4
     else:
         assert all(label.split("send=")[1] in ("ranks", "nodes") for label, _ in found)
-        assert ("rows sent, per token: 1.00, between nodes 0.50; saved by sending once: 75 %"
+        assert ("rows sent per token: 1.00, between nodes: 0.50; saved by sending once: 75 %"
                 in said)
 
 
