@@ -35,7 +35,7 @@ def test_pipelines_by_how_they_send(stages: int, batches: int, send: float, bloc
 
 
 def test_an_unknown_way_to_send_is_refused() -> None:
-    with pytest.raises(ValueError, match="is unknown. Choose from paired, blocking, overlapped, eager"):
+    with pytest.raises(ValueError, match="is unknown. Choose from paired, blocking"):
         Pipeline(stages=2, micro_batches=2).simulate("late")
 
 
