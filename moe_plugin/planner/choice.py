@@ -85,9 +85,9 @@ class LayoutChoice:
         elif not self.r:
             parts = ["experts' weights gathered, no all-to-all"]
         else:
-            each = f", each to {self.r} ranks" * (self.r > 1)
+            copies = f", each to {self.r} ranks" * (self.r > 1)
             once = "" if self.send == "rows" else f", once to each {self.send[:-1]}"
-            parts = [f"tokens sent by all-to-all {self.algorithm}{each}{once}"]
+            parts = [f"tokens sent by all-to-all {self.algorithm}{copies}{once}"]
         pieces = f"{self.d} pieces along {self.piece_axis}"
         parts.append("one piece" if self.d == 1 else pieces)
         if self.backward_d != self.d:
@@ -191,7 +191,7 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
     gather tokens, and layouts that spill rows, use the largest r. Layouts that send each token once
     per rank or node cannot be divided into pieces by experts.
     """
-    made = {}
+    choices = {}
     for row in itertools.product(*values.values()):
         choice = LayoutChoice(**dict(zip(values, row, strict=True)))
         if choice.gather_tokens:
@@ -210,5 +210,5 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
         if choice.d == choice.backward_d == 1 or (choice.send != "rows"
                                                   and choice.piece_axis == "experts"):
             choice = dataclasses.replace(choice, piece_axis="rows")
-        made[choice] = None
-    yield from made
+        choices[choice] = None
+    yield from choices

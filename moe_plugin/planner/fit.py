@@ -103,9 +103,9 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
     values = np.zeros(len(LINKS))
     for step in range(ITERATIONS):
         rows, rest = zip(*(_linear(m, cluster, first=step == 0) for m in measurements), strict=True)
-        found = _relative(np.array(rows), np.array(rest),
-                          np.array([m.seconds for m in measurements]))
-        values = found if step == 0 else (values + found) / 2
+        solution = _relative(np.array(rows), np.array(rest),
+                             np.array([m.seconds for m in measurements]))
+        values = solution if step == 0 else (values + solution) / 2
         cluster = _with_values(cluster, dict(zip(LINKS, values, strict=True)))
         if not cluster.machine_s(1, 1, 1):
             break

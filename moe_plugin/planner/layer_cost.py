@@ -262,12 +262,12 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
     # experts compute in the larger number of pieces of both directions
     pieces = max(choice.d, choice.backward_d)
     stay = 1 / cluster.ranks if choice.piece_axis == "peers" and pieces > 1 else 0.0
-    each = work.seconds((1 - stay) / pieces, choice.piece_axis == "experts") * pieces / d
+    piece_s = work.seconds((1 - stay) / pieces, choice.piece_axis == "experts") * pieces / d
     (there, back), ready = links, (*parameters, after)
     return [
         *(Task(f"{there}{i}", NETWORK, exchange, (after,), f"a2a_{there}") for i in range(d)),
         *_staying(work, stay, "first", ready),
-        *(Task(f"experts{i}", COMPUTE, each, (*parameters, f"{there}{i}"), "experts")
+        *(Task(f"experts{i}", COMPUTE, piece_s, (*parameters, f"{there}{i}"), "experts")
           for i in range(d)),
         *_staying(work, stay, "last", ready),
         *(Task(f"{back}{i}", NETWORK, exchange, (f"experts{i}",), f"a2a_{back}") for i in range(d))

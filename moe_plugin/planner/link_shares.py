@@ -76,9 +76,9 @@ def _solve(costs: tuple[tuple[float, ...], ...]) -> LinkShares:
             shares_WW = np.minimum(most, np.outer(rows_W, columns_W)) * inverse_WW
             if abs(shares_WW.sum(1) - 1).max() < EXACT:
                 return LinkShares(shares_WW / shares_WW.sum(1, keepdims=True), unit * optimum)
-        found = _best_cut(inverse_WW, rows_W, columns_W)
-        if found > optimum * (1 + EXACT):
-            optimum, columns_W = found, np.ones(len(costs))
+        bound = _best_cut(inverse_WW, rows_W, columns_W)
+        if bound > optimum * (1 + EXACT):
+            optimum, columns_W = bound, np.ones(len(costs))
     raise ValueError(f"link costs from {beta_WW.min():g} to {beta_WW.max():g} differ too much for "
                      "the search to converge. Raise the smallest costs, such as the cost from a "
                      "rank to itself")

@@ -162,9 +162,9 @@ class ModelShape:
 
         All stages have the same number of layers, except that the last stages may have fewer.
         """
-        each = -(-self.layers // pp)
-        return [range(min(first, self.layers), min(first + each, self.layers))
-                for first in range(0, pp * each, each)]
+        size = -(-self.layers // pp)
+        return [range(min(first, self.layers), min(first + size, self.layers))
+                for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
         """Return (layers, layers with experts) of the stage with the most expert layers."""

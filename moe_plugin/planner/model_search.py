@@ -100,12 +100,12 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
-    found: list[PlanCost] = []
+    fastest: list[PlanCost] = []
     tried = skipped = too_big = 0
     least = float("inf")
     for outline in tracked(order, "searching", "plan"):
-        if len(found) >= keep and lower_bound_s(model, cluster, device,
-                                                outline) > found[keep - 1].seconds:
+        if len(fastest) >= keep and lower_bound_s(model, cluster, device,
+                                                  outline) > fastest[keep - 1].seconds:
             skipped += 1
             continue
         costs = list(_layouts(model, cluster, device, space, outline))
@@ -114,9 +114,9 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
         least = min([least, *(c.memory_bytes for c in costs)])
         too_big += not fitting
         if fitting:
-            found.append(min(fitting, key=_order))
-            found.sort(key=_order)
-    if not found:
+            fastest.append(min(fitting, key=_order))
+            fastest.sort(key=_order)
+    if not fastest:
         raise ValueError(
             f"no plan fits {show_size(device.memory_bytes)} per rank on {cluster.ranks} ranks: "
             f"the smallest needs {show_size(least)}, and {100 * HEAD_ROOM:.0f} % must remain "
@@ -124,7 +124,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
             if least < float("inf") else
             f"no plan can divide {cluster.ranks} ranks, {model.experts} experts, {model.layers} "
             f"layers and a batch of {model.global_batch}. Change one of these numbers")
-    return Found(found[:keep], tried, skipped, too_big)
+    return Found(fastest[:keep], tried, skipped, too_big)
 
 
 def _order(cost: PlanCost) -> tuple:
@@ -160,16 +160,16 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
     All other numbers of the plan may differ, too. A plan that does not fit the memory is returned
     only if no plan that differs on this axis fits.
     """
-    found: dict[str, PlanCost] = {}
+    best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
         for cost in _layouts(model, cluster, device, space, outline):
             for axis in (*PLAN_AXES, *LAYOUT_AXES):
                 if value_of(cost.plan, axis) == value_of(best.plan, axis):
                     continue
-                before = found.get(axis)
+                before = best_by_axis.get(axis)
                 if before is None or _rank(cost, device) < _rank(before, device):
-                    found[axis] = cost
-    return {axis: found[axis] for axis in (*PLAN_AXES, *LAYOUT_AXES) if axis in found}
+                    best_by_axis[axis] = cost
+    return {axis: best_by_axis[axis] for axis in (*PLAN_AXES, *LAYOUT_AXES) if axis in best_by_axis}
 
 
 def value_of(plan: ModelPlan, axis: str) -> int | str:

@@ -44,9 +44,9 @@ class GroupShape:
         """
         if self.size == cluster.ranks:
             return cluster
-        here = self.per_node(cluster)
-        groups = max(1, cluster.ranks_per_node // here)
-        return replace(cluster.resized(-(-self.size // here), here),
+        members = self.per_node(cluster)
+        groups = max(1, cluster.ranks_per_node // members)
+        return replace(cluster.resized(-(-self.size // members), members),
                        nics=max(1, cluster.nics // groups))
 
 
@@ -65,16 +65,16 @@ def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """Return the seconds of n - 1 ring steps in which every rank forwards `piece` bytes."""
     if group.size == 1:
         return 0.0
-    here = group.shape(cluster)
+    shape = group.shape(cluster)
     steps = group.size - 1
     messages = steps * cluster.ranks
     fixed = cluster.phase_s + cluster.machine_s(messages, messages, messages * piece)
-    if here.nodes == 1:
+    if shape.nodes == 1:
         return steps * (cluster.intra.alpha_s + piece * cluster.intra.beta_s) + fixed
     # one ring per network card, each with 1/cards of the bytes
-    cards = min(here.nics, here.ranks_per_node)
+    cards = min(shape.nics, shape.ranks_per_node)
     beta = max(cluster.inter.beta_s / cards, cluster.intra.beta_s)
-    crossing = min(steps, here.nodes)
+    crossing = min(steps, shape.nodes)
     alpha = crossing * cluster.inter.alpha_s + (steps - crossing) * cluster.intra.alpha_s
     return alpha + steps * piece * beta + fixed
 
@@ -86,9 +86,9 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     inside nodes of p ranks. A node's network cards send (n - 1) p pieces instead of the n p - 1
     pieces of a ring.
     """
-    here = group.shape(cluster)
-    n, p = here.nodes, here.ranks_per_node
-    cards = min(here.nics, p)
+    shape = group.shape(cluster)
+    n, p = shape.nodes, shape.ranks_per_node
+    cards = min(shape.nics, p)
     between = (n - 1) * (cluster.inter.alpha_s + piece * p / cards * cluster.inter.beta_s)
     inside = (p - 1) * n * piece * cluster.intra.beta_s + (p - 1) * cluster.intra.alpha_s
     messages = cluster.ranks * (n - 1 + (p - 1) * n)
@@ -104,8 +104,8 @@ def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """
     if not piece:
         return 0.0
-    here, ring = group.shape(cluster), _ring_steps_s(cluster, group, piece)
-    two = here.nodes > 1 and here.ranks_per_node > 1
+    shape, ring = group.shape(cluster), _ring_steps_s(cluster, group, piece)
+    two = shape.nodes > 1 and shape.ranks_per_node > 1
     return min(ring, _two_steps_s(cluster, group, piece)) if two else ring
 
 
@@ -151,9 +151,9 @@ class Limits:
         inside, rest = divmod(self.groups, targets)
         if not rest:  # each target contains several groups, and some of these groups are chosen
             return targets * sum(
-                math.comb(inside, here) * math.comb(self.groups - inside, self.chosen - here)
-                * (1 - (1 - min(1.0, each * here / self.chosen)) ** choices)
-                for here in range(min(inside, self.chosen) + 1)
+                math.comb(inside, hits) * math.comb(self.groups - inside, self.chosen - hits)
+                * (1 - (1 - min(1.0, each * hits / self.chosen)) ** choices)
+                for hits in range(min(inside, self.chosen) + 1)
             ) / math.comb(self.groups, self.chosen)
         if targets % self.groups:  # group borders do not coincide with borders of targets
             return expected_targets(choices, targets, each)

@@ -106,16 +106,16 @@ class Wiring:
         passed = []
         while self._heap and self._heap[0].peer in but:
             passed.append(heapq.heappop(self._heap))
-        found = self._heap[0] if self._heap else None
-        if found is not None:
-            busy = found.busy_until + size / self.throughput(found.peer)
-            heapq.heapreplace(self._heap, _Entry(busy, self._dice.random(), found.peer))
+        earliest = self._heap[0] if self._heap else None
+        if earliest is not None:
+            busy = earliest.busy_until + size / self.throughput(earliest.peer)
+            heapq.heapreplace(self._heap, _Entry(busy, self._dice.random(), earliest.peer))
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        if found is None:
+        if earliest is None:
             raise LookupError(f"all {len(passed)} peers are excluded from this task, so no peer is "
                               "left. Announce another peer")
-        return found.peer
+        return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
         """Record a finished task. Tasks of peers that were banned in the meantime are ignored."""

@@ -237,22 +237,22 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
     times and sizes of each stage's dense and MoE layers, in the layer order of the host framework
     (`ModelShape.in_host`). No activations are swapped.
     """
-    found = []
+    fitting = []
     for cost in costs:
         room = activation_bytes(cost, memory)
         if cost.memory_bytes <= memory or room <= 0:
             continue
         try:
-            made = _stages(model, cost, room)
+            stages = _stages(model, cost, room)
         except ValueError:  # not even the inputs of all layers fit
             continue
         turns = cost.plan.micro_batches(model) + cost.plan.pp - 1
-        found.append(replace(
-            cost, time={**cost.time, RECOMPUTED: turns * max(map(_again_s, made))},
+        fitting.append(replace(
+            cost, time={**cost.time, RECOMPUTED: turns * max(map(_again_s, stages))},
             memory={**_of_parameters(cost),
-                    ACTIVATIONS: float(max(one.outcome.peak for one in made))},
-            activations=tuple(decision for one in made for decision in one.decisions)))
-    return found
+                    ACTIVATIONS: float(max(one.outcome.peak for one in stages))},
+            activations=tuple(decision for one in stages for decision in one.decisions)))
+    return fitting
 
 
 def _again_s(made: SwapPlan) -> float:
@@ -264,8 +264,8 @@ def _again_s(made: SwapPlan) -> float:
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
     """Return a plan for each pipeline stage. Stages with the same layers share a plan."""
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
-    made = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
-    return [made[row] for row in rows]
+    plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
+    return [plans[row] for row in rows]
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
@@ -280,7 +280,7 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     micro = plan.micro_batches(model)
     layers, moe = model.fullest(plan.pp)
     flight = min(plan.pp, micro)
-    kept = flight * plan.micro_batch * model.sequence * model.model_dim * (
+    input_bytes = flight * plan.micro_batch * model.sequence * model.model_dim * (
         model.element_bytes / plan.tp)
     seconds = {name: cost.time[name] / micro for name in ("attention", "tensor parallel",
                                                           "dense FFN", "MoE layers")}
@@ -288,10 +288,10 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     dense, sparse = seconds["dense FFN"] / max(1, layers - moe), seconds["MoE layers"] / max(1, moe)
     blocks = []
     for index, with_experts in enumerate(experts):
-        each = always + (sparse if with_experts else dense)
+        layer_s = always + (sparse if with_experts else dense)
         extra = flight * cost.layer.memory_bytes if with_experts else 0.0
-        blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * each,
-                                backward_s=(1 - share) * each, kept_bytes=int(kept),
+        blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * layer_s,
+                                backward_s=(1 - share) * layer_s, kept_bytes=int(input_bytes),
                                 activation_bytes=int(
                                     flight * layer_activations(model, plan) + extra)))
     return blocks

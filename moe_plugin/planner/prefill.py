@@ -81,11 +81,11 @@ def load_kernels(path: str | Path) -> Profile:
         ValueError: if the file cannot be read or does not describe kernels.
     """
     remedy = "create one with moe-plugin profile-device --kernels"
-    found = load_record(KernelFile, path, "kernel file", remedy)
+    contents = load_record(KernelFile, path, "kernel file", remedy)
     try:
-        return {name: Kernel(tuple((int(n), float(s)) for n, s in one["points"]),
-                             float(one.get("launch_s", 0.0))) for name, one in
-                found.kernels.items()}
+        return {name: Kernel(tuple((int(n), float(s)) for n, s in kernel["points"]),
+                             float(kernel.get("launch_s", 0.0))) for name, kernel in
+                contents.kernels.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"kernel file {short(str(path))} must contain, for each kernel, points of "
                          f"[rows, seconds] and launch_s; {remedy}") from error
@@ -151,13 +151,13 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
         experts: number of experts.
         rows: numbers of rows per expert to examine, in ascending order.
     """
-    found, before = [], None
+    changes, before = [], None
     for count in rows:
         kernel = fastest_kernel(profile, experts, count)
         if before is not None and kernel != before:
-            found.append((count, before, kernel))
+            changes.append((count, before, kernel))
         before = kernel
-    return found
+    return changes
 
 
 def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
@@ -208,7 +208,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
     if cut not in CUTS:
         raise ValueError(f"cut {short(cut)} is unknown. Choose from {', '.join(CUTS)}")
     most = load.experts if cut == "experts" else max(1, math.floor(load.rows))
-    found = []
+    candidates = []
     for count in pieces:
         if not 1 <= count <= most:
             continue
@@ -216,12 +216,12 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
         rows = load.rows if cut == "experts" else load.rows / count
         kernel = fastest_kernel(profile, experts, rows)
         seconds = profile[kernel].seconds(experts, rows) + (load.host_s if count > 1 else 0.0)
-        found.append(PrefillChoice(count, cut, kernel, timeline(load, count, seconds).seconds,
-                                   bound_s(load, count, seconds)))
-    if not found:
+        candidates.append(PrefillChoice(count, cut, kernel, timeline(load, count, seconds).seconds,
+                                        bound_s(load, count, seconds)))
+    if not candidates:
         raise ValueError(f"pieces {short(tuple(pieces))} must contain a number from 1 to {most}, "
                          f"the number of {cut}")
-    return sorted(found, key=lambda choice: (choice.seconds, choice.pieces))
+    return sorted(candidates, key=lambda choice: (choice.seconds, choice.pieces))
 
 
 def table(loads: Sequence[PrefillLoad],

@@ -42,16 +42,16 @@ class ReplicaMap:
     @property
     def physical(self) -> Mapping[int, tuple[int, ...]]:
         """Slots of each logical expert, in ascending order."""
-        found: dict[int, list[int]] = {}
+        slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(self.logical):
-            found.setdefault(expert, []).append(slot)
-        return {expert: tuple(found[expert]) for expert in sorted(found)}
+            slots.setdefault(expert, []).append(slot)
+        return {expert: tuple(slots[expert]) for expert in sorted(slots)}
 
     def rank_loads(self, loads: Loads) -> list[float]:
         """Return the load of each rank if the replicas of an expert share its load evenly."""
         copies = {expert: len(slots) for expert, slots in self.physical.items()}
-        each = [loads[expert] / copies[expert] for expert in self.logical]
-        return [sum(each[i:i + self.slots]) for i in range(0, len(each), self.slots)]
+        slot_loads = [loads[expert] / copies[expert] for expert in self.logical]
+        return [sum(slot_loads[i:i + self.slots]) for i in range(0, len(slot_loads), self.slots)]
 
     def holders(self, expert: int) -> tuple[int, ...]:
         """Return the ranks that have a logical expert, in ascending order."""
@@ -105,14 +105,14 @@ def pack(loads: Loads, packs: int) -> list[list[int]]:
         raise ValueError(f"{len(loads)} items cannot be divided evenly among {packs} packs. The "
                          "number of items must be a multiple of the number of packs")
     size = len(loads) // packs
-    made: list[list[int]] = [[] for _ in range(packs)]
+    packed: list[list[int]] = [[] for _ in range(packs)]
     heap = [(0.0, index) for index in range(packs)] if size else []
     for item in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
         load, index = heapq.heappop(heap)
-        made[index].append(item)
-        if len(made[index]) < size:
+        packed[index].append(item)
+        if len(packed[index]) < size:
             heapq.heappush(heap, (load + loads[item], index))
-    return [sorted(items) for items in made]
+    return [sorted(items) for items in packed]
 
 
 def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
@@ -170,18 +170,18 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
-    each = [load / count for load, count in zip(loads, counts, strict=True)]
+    replica_loads = [load / count for load, count in zip(loads, counts, strict=True)]
     pace = [1.0] * ranks if speeds is None else speeds
-    load = [sum(each[w * local:(w + 1) * local]) / pace[w] for w in range(ranks)]
+    load = [sum(replica_loads[w * local:(w + 1) * local]) / pace[w] for w in range(ranks)]
     hosted: list[list[int]] = [[] for _ in range(ranks)]
-    more = [e for e, count in enumerate(counts) for _ in range(count - 1) if each[e] > 0]
-    for expert in sorted(more, key=lambda e: (-each[e], e)):
+    more = [e for e, count in enumerate(counts) for _ in range(count - 1) if replica_loads[e] > 0]
+    for expert in sorted(more, key=lambda e: (-replica_loads[e], e)):
         free = [w for w in range(ranks) if len(hosted[w]) < guests and expert not in hosted[w]
                 and w != expert // local]
         if free:
-            rank = min(free, key=lambda w: (load[w] + each[expert] / pace[w], w))
+            rank = min(free, key=lambda w: (load[w] + replica_loads[expert] / pace[w], w))
             hosted[rank].append(expert)
-            load[rank] += each[expert] / pace[rank]
+            load[rank] += replica_loads[expert] / pace[rank]
     return hosting(hosted, local, guests)
 
 
@@ -189,8 +189,8 @@ def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> Repli
     """Return the map in which rank i stores experts [i L, (i+1) L) and hosts the given replicas."""
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
-        own = range(rank * local, (rank + 1) * local)
-        slots += [*own, *sorted(guest), *[own[0]] * (guests - len(guest))]
+        stored = range(rank * local, (rank + 1) * local)
+        slots += [*stored, *sorted(guest), *[stored[0]] * (guests - len(guest))]
     return ReplicaMap(tuple(slots), len(hosted))
 
 

@@ -134,16 +134,16 @@ def unique_slices(source: TensorLayout, target: TensorLayout) -> list[Slice]:
     cuts = [sorted({0, size, *(end for side in sides for box in side for end in box[axis])})
             for axis, size in enumerate(source.shape)]
     stored, needed = (_cells(side, cuts) for side in sides)
-    made = []
+    slices = []
     for cell in sorted(needed):
         box = tuple((cut[i], cut[i + 1]) for cut, i in zip(cuts, cell, strict=True))
         senders, wanted = stored.get(cell, []), needed[cell]
         if not senders:
             raise ValueError(f"no device stores {box} of a tensor of shape {source.shape}, but "
                              f"devices {wanted} need it. The source layout must be complete")
-        made.append(Slice(box, tuple(sorted(senders)), tuple(sorted({*wanted} - {*senders})),
-                          tuple(sorted({*wanted} & {*senders}))))
-    return made
+        slices.append(Slice(box, tuple(sorted(senders)), tuple(sorted({*wanted} - {*senders})),
+                            tuple(sorted({*wanted} & {*senders}))))
+    return slices
 
 
 def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
@@ -156,13 +156,13 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
     """Return the devices that store each slice, by the slice's index along each axis."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
                 for cut, (start, stop) in zip(cuts, box, strict=True)]
         for cell in itertools.product(*runs):
-            found.setdefault(cell, []).extend(devices)
-    return found
+            cells.setdefault(cell, []).extend(devices)
+    return cells
 
 
 # Hops between devices.
@@ -206,8 +206,8 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) 
         return plain
     searched = {index for index, _ in order}
     rest = [(i, None) for i in largest if i not in searched]
-    found = _in_order(slices, nodes, chunks, [*order, *rest])
-    return min(plain, found, key=lambda hops: hops_s(hops, nodes))
+    searched_hops = _in_order(slices, nodes, chunks, [*order, *rest])
+    return min(plain, searched_hops, key=lambda hops: hops_s(hops, nodes))
 
 
 def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
@@ -266,14 +266,14 @@ class _Crossing:
 
 
 def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> list[_Crossing]:
-    found = []
-    for index, each in enumerate(slices):
-        senders = tuple(sorted({nodes[device] for device in each.senders}))
-        receivers = tuple(sorted({nodes[device] for device in each.receivers} - {*senders}))
+    crossings = []
+    for index, piece in enumerate(slices):
+        senders = tuple(sorted({nodes[device] for device in piece.senders}))
+        receivers = tuple(sorted({nodes[device] for device in piece.receivers} - {*senders}))
         if receivers:  # in a chain of nodes, each node receives its first chunk later
             late = 1 + (len(receivers) - 1) / chunks
-            found.append(_Crossing(index, senders, receivers, each.elements * late))
-    return found
+            crossings.append(_Crossing(index, senders, receivers, piece.elements * late))
+    return crossings
 
 
 def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
@@ -322,7 +322,7 @@ def _greedy(tasks: Sequence[_Crossing], source: random.Random) -> SliceOrder:
 
 def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
     """Return the optimal order if `STEPS` steps suffice, otherwise the best order found."""
-    taken = itertools.count(1)
+    count = itertools.count(1)
 
     def bound(left: Sequence[_Crossing], free: Mapping[str, float]) -> float:
         """Return a lower bound of the time of the nodes that still receive slices."""
@@ -335,7 +335,7 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
     def search(left: Sequence[_Crossing], steps: tuple[tuple[int, int], ...],
                free: dict[str, float], last: float) -> None:
         nonlocal best
-        if max(last, bound(left, free)) >= best.seconds * (1 - 1e-12) or next(taken) > STEPS:
+        if max(last, bound(left, free)) >= best.seconds * (1 - 1e-12) or next(count) > STEPS:
             return
         if not left:
             best = SliceOrder(steps, last)

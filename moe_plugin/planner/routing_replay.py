@@ -130,13 +130,13 @@ def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
     if ranks >= len(of_ranks):
         return [[part] for ids_TK in of_ranks
                 for part in ids_TK.tensor_split(ranks // len(of_ranks))]
-    each = len(of_ranks) // ranks
-    return [of_ranks[at:at + each] for at in range(0, len(of_ranks), each)]
+    size = len(of_ranks) // ranks
+    return [of_ranks[at:at + size] for at in range(0, len(of_ranks), size)]
 
 
 def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]]:
     """Return rows by rank and expert. of_ranks: [T, K] choices of each rank of the trace."""
-    parts = [[one for ids_TK in some for one in ids_TK.flatten().tolist()]
+    parts = [[expert_id for ids_TK in some for expert_id in ids_TK.flatten().tolist()]
              for some in resplit(of_ranks, ranks)]
     counts = []
     for part in parts:

@@ -39,14 +39,14 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
         raise ValueError(f"shares {list(shares)[:8]} cannot be rounded to the total {total}. The "
                          "total and all shares must be >= 0, and at least one share must be > 0")
     quota = sum(exact) / (total + 1)
-    given = [int(share / quota) for share in exact]
-    while sum(given) > total:  # happens only if quotas are met exactly; the last share gives way
-        met = [i for i, share in enumerate(exact) if given[i] and share == given[i] * quota]
-        given[met[-1]] -= 1
-    while sum(given) < total:
-        first = max(range(len(exact)), key=lambda i: (exact[i] / (given[i] + 1), -i))
-        given[first] += 1
-    return given
+    numbers = [int(share / quota) for share in exact]
+    while sum(numbers) > total:  # happens only if quotas are met exactly; the last share gives way
+        met = [i for i, share in enumerate(exact) if numbers[i] and share == numbers[i] * quota]
+        numbers[met[-1]] -= 1
+    while sum(numbers) < total:
+        first = max(range(len(exact)), key=lambda i: (exact[i] / (numbers[i] + 1), -i))
+        numbers[first] += 1
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class SpillPlan:
     loans: tuple[Loan, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        made = []
+        loans = []
         for expert, rows in sorted(self.amounts.items()):
             owner = self.owner(expert)
             helpers = tuple(w for w, n in enumerate(rows) if n and w != owner)
             if helpers:
-                made.append(Loan(expert, owner, helpers))
-        object.__setattr__(self, "loans", tuple(made))
+                loans.append(Loan(expert, owner, helpers))
+        object.__setattr__(self, "loans", tuple(loans))
 
     @property
     def ranks(self) -> int:
@@ -210,9 +210,9 @@ class _Draft:
     def _set(self, expert: int, rank: int, rows: int) -> None:
         before, has = self.amounts[expert][rank], self.counts[rank][expert]
         self.rows[rank] += rows - before
-        kept = min(has, rows) - min(has, before)  # additional rows that remain on this rank
-        self.arriving[rank] += rows - before - kept
-        self.leaving[rank] -= kept
+        staying = min(has, rows) - min(has, before)  # additional rows that remain on this rank
+        self.arriving[rank] += rows - before - staying
+        self.leaving[rank] -= staying
         self.amounts[expert][rank] = rows
 
     def spread(self) -> Spread:
@@ -271,8 +271,8 @@ def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
     above = draft.rows[fullest] - draft.shares[fullest]
     if above <= 0:
         return None
-    mine = range(fullest * draft.local, (fullest + 1) * draft.local)
-    for expert in sorted(mine, key=lambda e: (-draft.at_owner(e), e)):
+    stored = range(fullest * draft.local, (fullest + 1) * draft.local)
+    for expert in sorted(stored, key=lambda e: (-draft.at_owner(e), e)):
         free = [w for w in range(draft.ranks) if draft.rows[w] < draft.shares[w]
                 and (expert in draft.guests[w] or len(draft.guests[w]) < guests)]
         if free and draft.at_owner(expert):

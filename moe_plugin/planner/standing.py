@@ -75,12 +75,12 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
             busy[min(ranks)] += loads[expert] / speeds[min(ranks)]
     shares: dict[int, dict[int, float]] = {}
     for expert in sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (-loads[e], e)):
-        tasks, given = max(1, math.ceil(loads[expert] / task)), Counter[int]()
+        tasks, tasks_by_rank = max(1, math.ceil(loads[expert] / task)), Counter[int]()
         for _ in range(tasks):
             rank = min(holders[expert], key=lambda w: (busy[w], w))
             busy[rank] += loads[expert] / tasks / speeds[rank]
-            given[rank] += 1
-        shares[expert] = {rank: given[rank] / tasks for rank in sorted(given)}
+            tasks_by_rank[rank] += 1
+        shares[expert] = {rank: tasks_by_rank[rank] / tasks for rank in sorted(tasks_by_rank)}
     return shares
 
 

@@ -74,9 +74,9 @@ def scale_table(shape: LayerShape, cluster: Cluster, device: Device, nodes: Sequ
     """
     rows = []
     for count in nodes:
-        here = cluster.resized(count)
-        experts = max(1, round(here.ranks * experts_per_rank))
-        rows.append(_scale_row(dataclasses.replace(shape, experts=experts), here, device))
+        resized = cluster.resized(count)
+        experts = max(1, round(resized.ranks * experts_per_rank))
+        rows.append(_scale_row(dataclasses.replace(shape, experts=experts), resized, device))
     return rows
 
 

@@ -264,10 +264,10 @@ class Contest(Generic[Choice]):
             return Decision(base, False, ())
         winners, unclear = [], []
         for c in self.alive():
-            found = self.compare(c, base)
-            if c != base and found.rounds >= rules.least and found.faster(rules.gain):
+            versus = self.compare(c, base)
+            if c != base and versus.rounds >= rules.least and versus.faster(rules.gain):
                 winners.append(c)
-            elif c != base and (found.rounds < rules.least or not found.not_faster(rules.gain)):
+            elif c != base and (versus.rounds < rules.least or not versus.not_faster(rules.gain)):
                 unclear.append(c)
         best, least = base, math.log1p(-rules.gain) if rules.ordered else 0.0
         for c in winners:
@@ -302,9 +302,9 @@ class Contest(Generic[Choice]):
         """Return whether another candidate is faster than the present choice in the latest round.
         """
         times = self.rounds[-1] if self.rounds else {}
-        mine = times.get(self.current)
-        return mine is not None and any(
-            seconds < (1 - self.rules.gain) * mine for seconds in times.values())
+        current_s = times.get(self.current)
+        return current_s is not None and any(
+            seconds < (1 - self.rules.gain) * current_s for seconds in times.values())
 
     def start_again(self) -> None:
         """Discard all rounds but the latest."""
@@ -320,8 +320,8 @@ class Contest(Generic[Choice]):
 
     def spread(self) -> float:
         """Return the widest known spread of comparisons with the present choice, or 0."""
-        found = (self.compare(c, self.current) for c in self.alive() if c != self.current)
-        return max((one.spread for one in found if one.rounds > 1), default=0.0)
+        comparisons = (self.compare(c, self.current) for c in self.alive() if c != self.current)
+        return max((one.spread for one in comparisons if one.rounds > 1), default=0.0)
 
 
 @dataclass
@@ -375,9 +375,9 @@ class Steady:
         """Whether no further step is needed."""
         if len(self.steps) < self.least:
             return False
-        one, *others = sorted(sum(step.values()) for step in self.steps)
+        least, *others = sorted(sum(step.values()) for step in self.steps)
         return (len(self.steps) >= self.most or not others
-                or others[0] <= (1 + self.within) * one)
+                or others[0] <= (1 + self.within) * least)
 
     def best(self) -> dict[Hashable, float]:
         """Return the smallest value of each number, because disturbances only add to times."""
@@ -387,6 +387,6 @@ class Steady:
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
         """Return whether a later step was so fast that the measured steps must be disturbed."""
         known = self.best()
-        mine = sum(known[key] for key in numbers if key in known)
-        return sum(numbers[key] for key in numbers if key in known) < BUSY * mine
+        known_s = sum(known[key] for key in numbers if key in known)
+        return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s
 

@@ -51,7 +51,7 @@ class Assignment:
     @property
     def workers_of(self) -> tuple[tuple[int, ...], ...]:
         """Workers of each file, in ascending order."""
-        return tuple(tuple(w for w, mine in enumerate(self.files) if file in mine)
+        return tuple(tuple(w for w, files in enumerate(self.files) if file in files)
                      for file in range(self.count))
 
     def spoiled(self, wrong: Sequence[int]) -> int:
@@ -188,11 +188,11 @@ class _Worst:
         self.workers, self.most = assignment.workers, most
         self.need = assignment.copies // 2 + 1
         self.bits = (2 * assignment.copies + 1).bit_length()
-        one = sum(1 << (self.bits * file) for file in range(assignment.count))
+        ones = sum(1 << (self.bits * file) for file in range(assignment.count))
         # adding this offset sets the highest bit of each digit that has enough votes
-        self.offset = one * ((1 << (self.bits - 1)) - self.need)
-        self.high = one << (self.bits - 1)
-        self.masks = [sum(1 << (self.bits * file) for file in mine) for mine in assignment.files]
+        self.offset = ones * ((1 << (self.bits - 1)) - self.need)
+        self.high = ones << (self.bits - 1)
+        self.masks = [sum(1 << (self.bits * file) for file in files) for files in assignment.files]
         self.load = max(map(len, assignment.files))
         self.within = self._reachable(assignment)
         self.best, self.run = [0] * (most + 1), assignment.classes
@@ -217,13 +217,13 @@ class _Worst:
 
         Files are encoded as the highest bits of their digits.
         """
-        found = []
+        reachable = []
         for last in range(self.workers):
             later = [sum(w > last for w in workers) for workers in assignment.workers_of]
-            found.append([sum(1 << (self.bits * file + self.bits - 1)
-                              for file, count in enumerate(later) if count >= v)
-                          for v in range(self.need + 1)])
-        return found
+            reachable.append([sum(1 << (self.bits * file + self.bits - 1)
+                                  for file, count in enumerate(later) if count >= v)
+                              for v in range(self.need + 1)])
+        return reachable
 
     def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
         """Return whether a larger set of this branch may distort more files than the best known.
@@ -232,16 +232,16 @@ class _Worst:
         of the later workers have it. The files that lack fewest votes are counted first.
         """
         lacking = [0] * (self.need + 1)
-        one, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high
+        ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high
         for v in range(1, self.need + 1):
-            reach = (votes + self.offset + one * v) & self.high
+            reach = (votes + self.offset + ones * v) & self.high
             lacking[v] = (reach & ~below & within[v]).bit_count()
             below = reach
         for more in range(1, self.most - size + 1):
             left, gain = more * self.load, 0
             for v in range(1, min(more, self.need) + 1):
-                taken = min(lacking[v], left // v)
-                gain, left = gain + taken, left - taken * v
+                added = min(lacking[v], left // v)
+                gain, left = gain + added, left - added * v
             if spoiled + gain > self.best[size + more]:
                 return True
         return False

@@ -268,12 +268,12 @@ def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[in
     """
     sizes = [value[0].numel() for value in local.values()]
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)
-    made = {name: part.reshape(-1, *local[name].shape[1:])
-            for name, part in zip(local, parts, strict=True)}
-    if place.shards > 1 and "bias_out_LD" in made:
-        own = made["bias_out_LD"].shape[1]
-        before = [own * (number // place.local % place.shards) for number in numbers]
-        made["bias_out_LD"] = torch.stack([
-            F.pad(bias_D, (n, own * (place.shards - 1) - n))
-            for bias_D, n in zip(made["bias_out_LD"], before, strict=True)])
-    return made
+    parameters = {name: part.reshape(-1, *local[name].shape[1:])
+                  for name, part in zip(local, parts, strict=True)}
+    if place.shards > 1 and "bias_out_LD" in parameters:
+        width = parameters["bias_out_LD"].shape[1]
+        before = [width * (number // place.local % place.shards) for number in numbers]
+        parameters["bias_out_LD"] = torch.stack([
+            F.pad(bias_D, (n, width * (place.shards - 1) - n))
+            for bias_D, n in zip(parameters["bias_out_LD"], before, strict=True)])
+    return parameters

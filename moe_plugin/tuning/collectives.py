@@ -51,10 +51,10 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
     known = comm.state.get(Calibration).cluster
     chosen = kind.make(comm, lambda: network_of(comm, config),
                        None if measures and known is None else _cluster(comm))
-    made = comm.with_collectives(chosen)
+    configured = comm.with_collectives(chosen)
     log_once(comm, f"collectives {config.collectives}",
-             f"collectives over {comm.name}: {chosen.describe(made)}")
-    return made
+             f"collectives over {comm.name}: {chosen.describe(configured)}")
+    return configured
 
 
 def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:

@@ -116,9 +116,9 @@ class MeasuredChoices:
                 break
             if self._pending.get(key) and not self.tuner.tries(key):
                 break  # on a GPU, later calls read the times and continue
-        taken = self.clock() - begun
-        if taken > SLOW_S:
-            self._not_before = self.clock() + PATIENCE * taken
+        elapsed = self.clock() - begun
+        if elapsed > SLOW_S:
+            self._not_before = self.clock() + PATIENCE * elapsed
 
     def _launch(self, key: Key, name: str, runs: Runs, device: torch.device) -> None:
         try:
@@ -159,10 +159,10 @@ class SharedChoices:
     """Reference of a module to the choices that the process shares."""
 
     def __init__(self) -> None:
-        found = _SHARED.get("choices")
-        if found is None:
-            found = _SHARED["choices"] = MeasuredChoices()
-        self.choices = found
+        shared = _SHARED.get("choices")
+        if shared is None:
+            shared = _SHARED["choices"] = MeasuredChoices()
+        self.choices = shared
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
@@ -203,10 +203,10 @@ class ChoiceFiles:
     def get(self, key: Key) -> KeptDecision | None:
         """Return the decision in a key's file, or None if it is missing or cannot be read."""
         try:
-            found = _load(self._path(key))
+            loaded = _load(self._path(key))
         except (OSError, ValueError):
             return None  # `put` logs the reason
-        return found[1] if found and found[0] == key[0] else None
+        return loaded[1] if loaded and loaded[0] == key[0] else None
 
     def put(self, key: Key, kept: KeptDecision) -> None:
         """Write a key's file. A failure is logged."""
@@ -249,7 +249,7 @@ class ChoiceFiles:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
             return []
-        return [found for found in records if found]
+        return [record for record in records if record]
 
     def _path(self, key: Key) -> Path:
         return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"

@@ -104,14 +104,14 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
         load: load of the call.
         usable: strategies that can compute the rows on this device.
     """
-    each = load.rows_each
+    rows_each = load.rows_each
     if load.device == "cpu":
         names = ["fused"]
-        if each < MANY_ROWS:
+        if rows_each < MANY_ROWS:
             names += ["grouped", "batched"] if load.even else ["grouped"]
     else:
         names = [f"kernels {schedule}".strip() for schedule in SCHEDULES]
-        names += ["grouped"] + ["loop"] * (each >= FEW_ROWS)
+        names += ["grouped"] + ["loop"] * (rows_each >= FEW_ROWS)
     return list(filter(usable.__contains__, names)) or ["loop"]
 
 
@@ -197,17 +197,17 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
     """
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
-        own = {
+        copies = {
             n: t.detach().to(load.dtype).requires_grad_() if isinstance(t, Tensor) else t
             for n, t in tensors.items()
         }
         # gradients of a trial are discarded, so nothing that is shared by calls may be used here
-        p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {},
+        p = FFNParameters(**{**copies, "memory": Workspace(), "main_grad_weights": {},
                              "sums": None, "later": None, "keep": None})
         x, rows = sample_load(load, device, part)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
-        wanted = [x, *(t for t in own.values() if isinstance(t, Tensor))]
+        wanted = [x, *(t for t in copies.values() if isinstance(t, Tensor))]
 
     def run(name: str) -> None:
         with _clean(device):

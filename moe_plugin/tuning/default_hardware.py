@@ -83,12 +83,12 @@ def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> l
     if not copies:
         return []
     node_W = to_device([*place.comm.topology.node_of, -1], routing.ids_TK.device)
-    found = [(routing.ids_TK >= 0).sum()]
+    counts = [(routing.ids_TK >= 0).sum()]
     for r in copies:
         at = replace(place, copies=r)
         rank_TK = torch.div(expand(at, routing, None)[0], at.local, rounding_mode="floor")
-        found += [first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum()]
-    choices, *visits = torch.stack(found).tolist()
+        counts += [first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum()]
+    choices, *visits = torch.stack(counts).tolist()
     return [visited / max(1, choices) for visited in visits]
 
 

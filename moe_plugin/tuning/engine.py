@@ -131,13 +131,13 @@ class Tuner(Generic[Bucket, Choice]):
         entry = self._entry(bucket)
         if self.memory is not None and not entry.known and not entry.asked:
             entry.asked = True
-            kept = self.memory.get(bucket)
+            stored = self.memory.get(bucket)
             by_name = {str(choice): choice for choice in entry.predicted}
-            if kept is not None and kept.name in by_name:
-                entry.settled, entry.known, entry.spread = by_name[kept.name], True, kept.spread
-                entry.measured = {by_name[n]: s for n, s in kept.seconds.items() if n in by_name}
-                entry.behind = {by_name[n]: s for n, s in kept.behind.items() if n in by_name}
-                self._note(bucket, entry, "restore", kept.why)
+            if stored is not None and stored.name in by_name:
+                entry.settled, entry.known, entry.spread = by_name[stored.name], True, stored.spread
+                entry.measured = {by_name[n]: s for n, s in stored.seconds.items() if n in by_name}
+                entry.behind = {by_name[n]: s for n, s in stored.behind.items() if n in by_name}
+                self._note(bucket, entry, "restore", stored.why)
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
@@ -267,13 +267,13 @@ class Tuner(Generic[Bucket, Choice]):
     def _contest(self, entry: _Entry[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
         """Return a new contest, which knows which candidates were far behind before."""
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
-        made = Contest(tried, entry.settled, self.settings.contest, cold)
+        contest = Contest(tried, entry.settled, self.settings.contest, cold)
         before = entry.contest
         if before is not None and before.excess() > RETRIED * entry.calls:
-            made.take_behind({c: before.factor(c) for c in before.behind})
+            contest.take_behind({c: before.factor(c) for c in before.behind})
         elif before is None:
-            made.take_behind(entry.behind)
-        return made
+            contest.take_behind(entry.behind)
+        return contest
 
     def _explore(self, bucket: Bucket, entry: _Entry[Choice], why: str) -> None:
         tried = self._tried(entry)

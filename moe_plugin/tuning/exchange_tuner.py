@@ -102,11 +102,11 @@ class ExchangeTuner:
         For uneven exchanges, ranks agree at the first call and then only occasionally, because the
         choice needs no exact size.
         """
-        mine = float(x.numel() * x.element_size())
+        own_bytes = float(x.numel() * x.element_size())
         if even:
-            return mine
+            return own_bytes
         if self.uneven_calls % AGREE_EVERY == 0:
-            self.uneven_bytes = comm.agree_max([mine])[0]
+            self.uneven_bytes = comm.agree_max([own_bytes])[0]
         self.uneven_calls += 1
         return self.uneven_bytes
 

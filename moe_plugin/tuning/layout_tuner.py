@@ -245,7 +245,7 @@ class LayoutTuner:
         if not few or not self.layouts.gathers_tokens:
             return []
         values = {d.name: d.values(self) for d in DIMENSIONS}
-        first = {name: list(found)[:1] for name, found in values.items()}
+        first = {name: list(options)[:1] for name, options in values.items()}
         return list(combinations({**first, "r": values["r"], "gather_tokens": [True]},
                                  self.comm.size))
 

@@ -144,11 +144,11 @@ class LayerLayout:
             ValueError: if the adapter does not reach all ranks that compute the experts.
         """
         if self.experts.stored or self.choice.spill != "never":
-            what = ("experts outside the device" if self.experts.stored else
-                    f"parallel.spill={self.choice.spill!r}")
+            obstacle = ("experts outside the device" if self.experts.stored else
+                        f"parallel.spill={self.choice.spill!r}")
             raise ValueError(
                 f"{type(experts).__name__} cannot stand in for the experts of a layer together "
-                f"with {what}, because others compute with the stored parameters. Merge the "
+                f"with {obstacle}, because others compute with the stored parameters. Merge the "
                 "adapter first, or use experts on the device and parallel.spill='never'")
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
@@ -167,8 +167,8 @@ class LayerLayout:
         if not more or not self.experts.supports_gather:
             return parameters
         if parameters is None:
-            own = None if experts is self.experts else self._local(experts)
-            parameters = self.experts.compute_parameters(own)
+            local = None if experts is self.experts else self._local(experts)
+            parameters = self.experts.compute_parameters(local)
         return dataclasses.replace(parameters, **more)
 
     def _local(self, experts: nn.Module) -> dict[str, Tensor]:
@@ -179,8 +179,8 @@ class LayerLayout:
 def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
                    work: ExpertRows) -> ExpertRows:
     """Return the same rows with parameters. Borrowed experts already have parameters."""
-    own = parameters if work.parameters is None else work.parameters
-    return ExpertRows(work.x, work.rows, own, strategy, work.started)
+    weights = parameters if work.parameters is None else work.parameters
+    return ExpertRows(work.x, work.rows, weights, strategy, work.started)
 
 
 def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
@@ -313,9 +313,9 @@ class Layouts:
         return dataclasses.replace(layout, dispatcher=WeightsFirst(layout.dispatcher))
 
     def _layout(self, choice: LayoutChoice, dispatcher: Dispatcher, **more: Any) -> LayerLayout:
-        own = choice.kernel == self.config.experts.compute or self.config.batch_invariant
+        configured = choice.kernel == self.config.experts.compute or self.config.batch_invariant
         return LayerLayout(choice, dispatcher, self.experts,
-                           None if own else strategies.get(choice.kernel), **more)
+                           None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
         """Return a layout without an all-to-all, which gathers experts from other ranks if any."""

@@ -175,8 +175,8 @@ class PredictedLayout:
                              default_cluster(self.comm, self.probe.device), device,
                              [fixed, *combinations(values, self.comm.size)],
                              collectives=partial(self.comm.collectives.seconds, self.comm))
-        mine, best = worth_taking(costs, fixed, device.memory_bytes)
-        return best.choice, best.seconds, mine.seconds
+        configured, best = worth_taking(costs, fixed, device.memory_bytes)
+        return best.choice, best.seconds, configured.seconds
 
 
 def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
@@ -190,12 +190,12 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
         fixed: the configured layout.
         memory_bytes: memory of the device in bytes.
     """
-    mine = next(cost for cost in costs if cost.choice == fixed)
+    configured = next(cost for cost in costs if cost.choice == fixed)
     for cost in costs:
-        more = cost.memory_bytes - mine.memory_bytes
-        if more <= MEMORY_SHARE * memory_bytes and cost.seconds <= (1 - GAIN) * mine.seconds:
-            return mine, cost
-    return mine, mine
+        more = cost.memory_bytes - configured.memory_bytes
+        if more <= MEMORY_SHARE * memory_bytes and cost.seconds <= (1 - GAIN) * configured.seconds:
+            return configured, cost
+    return configured, configured
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
@@ -279,7 +279,7 @@ class PrefillPieces:
         device = default_device(self.config, self.probe.device)
         whole = dataclasses.replace(layout, d=1, d_backward=0, piece_axis="rows")
         host_s = PIECE_OPERATIONS * device.launch_s
-        found = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
+        predicted = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
         for axis in CUTS:
             most = place.local if axis == "experts" else tokens
             for pieces in PIECES[1:] if axis in self.layouts.piece_axes(layout.send) else ():
@@ -287,16 +287,16 @@ class PrefillPieces:
                     choice = dataclasses.replace(whole, d=pieces, piece_axis=axis)
                     seconds = layer_cost(shape, cluster, device, choice).forward.seconds
                     # a CPU does this work instead of computing; a GPU only waits for late launches
-                    found[choice] = (seconds + (pieces - 1) * host_s
-                                     if self.probe.device.type == "cpu"
-                                     else max(seconds, pieces * host_s))
+                    predicted[choice] = (seconds + (pieces - 1) * host_s
+                                         if self.probe.device.type == "cpu"
+                                         else max(seconds, pieces * host_s))
         # of equal times prefer fewer pieces, then rows, which divide evenly under any load
-        best = min(found, key=lambda choice: (float(f"{found[choice]:.6g}"), choice.d,
-                                              choice.piece_axis != "rows"))
-        if found[best] > (1 - PREFILL_GAIN) * found[whole]:
+        best = min(predicted, key=lambda choice: (float(f"{predicted[choice]:.6g}"), choice.d,
+                                                  choice.piece_axis != "rows"))
+        if predicted[best] > (1 - PREFILL_GAIN) * predicted[whole]:
             best = whole
         if self.comm.rank == 0:
             log.info("evaluation of about %d tokens on each rank: %s; predicted %s instead of %s "
-                     "in one piece", tokens, best.words, show_time(found[best]),
-                     show_time(found[whole]))
+                     "in one piece", tokens, best.words, show_time(predicted[best]),
+                     show_time(predicted[whole]))
         return best

@@ -137,7 +137,7 @@ def leader_cost(cluster: Cluster, size: float) -> Cost:
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
-    out = max(here * (w - here) for here in cluster.sizes) * size / w
+    out = max(size_of_node * (w - size_of_node) for size_of_node in cluster.sizes) * size / w
     node = (n - 1, out, 2 * (p - 1), 2 * (p - 1) * size)
     # `machine` counts both directions, so messages in one direction count half
     wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES

@@ -66,17 +66,17 @@ def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tupl
         for switch in left:
             around = _around(graph, switch, {v: v for v in neighbours[switch] if v in turned})
             goals.setdefault(around, []).append(switch)
-        found: dict[int, int] = {}
+        images: dict[int, int] = {}
         for switch in left:
             around = _around(graph, switch,
                              {v: turned[v] for v in neighbours[switch] if v in turned})
             alike = goals.get(around)
             if around and alike:
-                found[switch] = alike.pop(alike.index(switch) if switch in alike else 0)
-        if not found:
+                images[switch] = alike.pop(alike.index(switch) if switch in alike else 0)
+        if not images:
             return None
-        turned.update(found)
-        left = [switch for switch in left if switch not in found]
+        turned.update(images)
+        left = [switch for switch in left if switch not in images]
     if len(set(turned.values())) < graph.nodes or any(
             graph.capacity.get((turned[a], turned[b])) != capacity
             for (a, b), capacity in graph.capacity.items()):
@@ -136,7 +136,7 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
     ways = _ways(counted, parts, place)
     # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the
     # part at the same distance on the other side. So both directions use part 0's links.
-    found: list[list[Lane]] = []
+    lanes_by_distance: list[list[Lane]] = []
     for _ in range(1, parts.count):
         lanes, missing = [], k
         for way in ways:
@@ -150,8 +150,8 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
                     left[b, a] -= room
         if missing:
             return []
-        found.append(lanes)
-    return found
+        lanes_by_distance.append(lanes)
+    return lanes_by_distance
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
@@ -185,22 +185,22 @@ class NetworkPart:
         """Return spanning trees, by root."""
         split = Splitting(self.graph, roots)
         split.run()
-        found: list[list[Inner]] = [[] for _ in roots]
+        trees_by_root: list[list[Inner]] = [[] for _ in roots]
         for tree in pack(self.graph.ranks, split.capacity, roots):
             depth, levels = {tree.root: 0}, defaultdict(list)
             for edge in tree.edges:
                 depth[edge[1]] = depth[edge[0]] + 1
                 levels[depth[edge[0]]].append((edge, self._paths(split, edge, tree.weight)))
-            found[tree.root].append(Inner(tree.weight, tuple(map(tuple, levels.values()))))
-        return found
+            trees_by_root[tree.root].append(Inner(tree.weight, tuple(map(tuple, levels.values()))))
+        return trees_by_root
 
     def _paths(self, split: Splitting, edge: Arc, weight: int) -> tuple[tuple[Path, int], ...]:
-        found, pool = [], split.paths[edge]
+        paths, pool = [], split.paths[edge]
         while weight:
             count = min(weight, pool[-1][1])
-            found.append((tuple(self.members[v] for v in take(pool, count)), count))
+            paths.append((tuple(self.members[v] for v in take(pool, count)), count))
             weight -= count
-        return tuple(found)
+        return tuple(paths)
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
@@ -311,13 +311,13 @@ class _Assembly:
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
         """Return the paths in a part of those copies of a tree that start at index `first`."""
-        found, at = [], 0
+        named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)
             if some > 0:
-                found.append((tuple(self._names[part][v] for v in path), some))
+                named_paths.append((tuple(self._names[part][v] for v in path), some))
             at += count
-        return tuple(found)
+        return tuple(named_paths)
 
 
 def _at(lanes: Sequence[Lane], first: int) -> Path:

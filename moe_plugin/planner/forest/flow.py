@@ -27,8 +27,8 @@ class Flows:
 
     def cut(self, source: int, sink: int, capacities: Sequence[int]) -> tuple[int, list[int]]:
         """Return the value of a minimum cut, and the nodes on the side of the source."""
-        found = self._graph.maxflow(source, sink, capacities)
-        return round(found.value), list(found.partition[0])
+        minimum = self._graph.maxflow(source, sink, capacities)
+        return round(minimum.value), list(minimum.partition[0])
 
     def arcs(self, source: int, sink: int, capacities: Sequence[int]) -> list[int]:
         """Return the amount of a maximum flow on each arc."""

@@ -55,12 +55,12 @@ def best_shares(graph: Graph) -> Shares:
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
-        found = _Search(graph, rate).run()
-        if isinstance(found, list):
-            return Shares(rate, tuple(found), parts)
-        if _bound(graph, found) >= rate:
-            raise AssertionError(f"{len(found)} parts do not lower the rate {rate}")
-        parts = found
+        result = _Search(graph, rate).run()
+        if isinstance(result, list):
+            return Shares(rate, tuple(result), parts)
+        if _bound(graph, result) >= rate:
+            raise AssertionError(f"{len(result)} parts do not lower the rate {rate}")
+        parts = result
 
 
 def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
@@ -160,10 +160,10 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         k, per_unit = whole_trees(graph, best.ratio)
     else:
         k, per_unit = trees, best_unit(graph, best.ratio, trees)
-    made = _both_ways(whole(graph, per_unit), network, [k] * graph.ranks, collective, symmetry)
+    packed = _both_ways(whole(graph, per_unit), network, [k] * graph.ranks, collective, symmetry)
     return _checked(Schedule(
         collective, network, best.ratio * graph.scale,
-        frozenset(network.nodes[v] for v in best.cut), k, 1 / (per_unit * graph.scale), made,
+        frozenset(network.nodes[v] for v in best.cut), k, 1 / (per_unit * graph.scale), packed,
         fixed=trees is not None))
 
 
@@ -219,8 +219,8 @@ def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
     if collective != "reduce_scatter":
         outward = _trees(counted, network, roots, symmetry)
     if collective != "all_gather":
-        made = outward if same and outward else _trees(turned, network, roots, symmetry)
-        inward = [tree.reversed() for tree in made]
+        reverse_trees = outward if same and outward else _trees(turned, network, roots, symmetry)
+        inward = [tree.reversed() for tree in reverse_trees]
     if inward and outward and not same:
         inward, outward = _paired(inward, outward)
     return (*inward, *outward)
@@ -238,9 +238,9 @@ def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: boo
     """Return outward spanning trees, as many as stated for each root, with physical paths."""
     alike = symmetry and len(set(roots)) == 1
     if alike and (parts := find_parts(counted)) is not None:
-        made = trees_by_parts(counted, network.nodes, parts, roots[0])
-        if made is not None:
-            return made
+        trees = trees_by_parts(counted, network.nodes, parts, roots[0])
+        if trees is not None:
+            return trees
     split = Splitting(counted, roots)
     split.run()
     named = Naming(network, split)
@@ -293,7 +293,7 @@ def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree]
     waiting: dict[int, list[Tree]] = defaultdict(list)
     for tree in reversed(outward):
         waiting[tree.root].append(tree)
-    found: tuple[list[Tree], list[Tree]] = [], []
+    pairs: tuple[list[Tree], list[Tree]] = [], []
     for tree in inward:
         while tree is not None:
             other = waiting[tree.root].pop()
@@ -302,9 +302,9 @@ def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree]
             second, rest = _split(other, weight)
             if rest is not None:
                 waiting[rest.root].append(rest)
-            found[0].append(first)
-            found[1].append(second)
-    return found
+            pairs[0].append(first)
+            pairs[1].append(second)
+    return pairs
 
 
 def _split(tree: Tree, weight: int) -> tuple[Tree, Tree | None]:

@@ -138,7 +138,7 @@ class _Compiler:
 
     def _add(self, move: ShareMove) -> None:
         """Add the steps that send and receive one piece."""
-        here, there = self.gpus[move.source], self.gpus[move.target]
+        here, receiver = self.gpus[move.source], self.gpus[move.target]
         channel = move.piece % self.channels
         if self.phases == 2 and not move.sums:
             channel += self.channels
@@ -146,14 +146,14 @@ class _Compiler:
         kind, after = "r", None
         have = place = "o", self.offsets[move.piece]
         if move.sums:
-            kind, after, have = "rrc", there.last.get(move.piece), there.place[move.piece]
+            kind, after, have = "rrc", receiver.last.get(move.piece), receiver.place[move.piece]
             place = have if have[0] != "i" else self._sum_place(move)
         for start, _, count in self._parts(source, source, move.piece):
             here.add(_Step("s", start, start, count, here.last.get(move.piece)), move.target, -1,
                      channel)
         for start, end, count in self._parts(have, place, move.piece):
-            last = there.add(_Step(kind, start, end, count, after), -1, move.source, channel)
-        there.last[move.piece], there.place[move.piece] = last, place
+            last = receiver.add(_Step(kind, start, end, count, after), -1, move.source, channel)
+        receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
         """Return where the target stores its sum: the result for the root, else scratch memory."""
@@ -180,13 +180,13 @@ def _check_limits(compiled: _Compiler, most: int) -> None:
             peers[rank, block.channel, block.send >= 0] += block.send >= 0 or block.receive >= 0
     nodes = 1 + len(compiled.gpus) + max(
         sum(1 + len(block.steps) for block in gpu.blocks.values()) for gpu in compiled.gpus)
-    for what, found, limit in (("steps in a thread block", most, MAX_STEPS),
-                               ("thread blocks on a GPU", blocks, MAX_BLOCKS),
-                               ("lines for a GPU", nodes, MAX_NODES),
-                               ("peers in a channel", max(peers.values(), default=0), MAX_PEERS)):
-        if found > limit:
+    for what, number, limit in (("steps in a thread block", most, MAX_STEPS),
+                                ("thread blocks on a GPU", blocks, MAX_BLOCKS),
+                                ("lines for a GPU", nodes, MAX_NODES),
+                                ("peers in a channel", max(peers.values(), default=0), MAX_PEERS)):
+        if number > limit:
             raise ValueError(f"MSCCL supports at most {limit} {what}, but this schedule needs "
-                             f"{found}. Plan fewer trees (--trees 1) or fewer ranks")
+                             f"{number}. Plan fewer trees (--trees 1) or fewer ranks")
 
 
 def _text(compiled: _Compiler) -> str:

@@ -209,11 +209,11 @@ def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
         after[wire.source].append(wire.target)
     paths, border = {node: (node,)}, deque([node])
     while border:
-        here = border.popleft()
-        for there in after[here]:
-            if there not in paths:
-                paths[there] = (*paths[here], there)
-                border.append(there)
+        current = border.popleft()
+        for neighbour in after[current]:
+            if neighbour not in paths:
+                paths[neighbour] = (*paths[current], neighbour)
+                border.append(neighbour)
     return paths
 
 

@@ -87,12 +87,12 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
     always has one link instead of two.
     """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
-    for at, here in names.items():
+    for at, rank in names.items():
         for axis, size in enumerate(sizes):
             following = at[axis] + 1
             if following < size or (wraps and size > 2):
-                there = (*at[:axis], following % size, *at[axis + 1 :])
-                b.link(here, names[there], scale)
+                position = (*at[:axis], following % size, *at[axis + 1 :])
+                b.link(rank, names[position], scale)
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
@@ -143,8 +143,8 @@ def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int)
                 b.link(names[g][r], names[g][other], scale)
         for other in range(g + 1, groups):
             # port p of group g is connected to group g + 1 + p
-            here, there = other - g - 1, g - other - 1 + groups
-            b.link(names[g][here // links], names[other][there // links], scale)
+            port, other_port = other - g - 1, g - other - 1 + groups
+            b.link(names[g][port // links], names[other][other_port // links], scale)
 
 
 # Machines.

@@ -57,10 +57,10 @@ class Tree:
 
     def depths(self) -> dict[int, int]:
         """Return the number of edges between the root and each rank."""
-        found = {self.root: 0}
+        depths = {self.root: 0}
         for parent, child in self.from_root():
-            found[child] = found[parent] + 1
-        return found
+            depths[child] = depths[parent] + 1
+        return depths
 
     def reversed(self) -> Tree:
         """Return the tree with all edges and paths reversed, in reverse order."""
@@ -174,13 +174,13 @@ class Schedule:
             ValueError: if the text is not a schedule, or if `check` fails.
         """
         try:
-            made = _decode(json.loads(text), where)
+            schedule = _decode(json.loads(text), where)
         except (LookupError, TypeError, ArithmeticError, RecursionError, AttributeError,
                 json.JSONDecodeError) as error:
             raise ValueError(f"{where} is not a schedule: {short(error)}; create it again with "
                              "`moe-plugin schedule`") from error
-        made.check()
-        return made
+        schedule.check()
+        return schedule
 
     def check(self) -> None:
         """Check the schedule.

@@ -63,12 +63,12 @@ class Program:
 
     def loads(self) -> Counter[tuple[str, str]]:
         """Return the part of the result that each wire transfers."""
-        found: Counter[tuple[str, str]] = Counter()
+        loads: Counter[tuple[str, str]] = Counter()
         for move in self.moves:
             for route, share in move.routes:
                 for ends in zip(route, route[1:]):
-                    found[ends] += share * self.shares[move.piece]
-        return found
+                    loads[ends] += share * self.shares[move.piece]
+        return loads
 
     def inverse_bandwidth(self) -> Fraction:
         """Return the seconds per GB that the busiest wire needs, a bound for all chunk counts."""
@@ -163,14 +163,14 @@ def _verify_move(program: Program, move: ShareMove, held: list[int], everything:
     if sum(share for _, share in move.routes) != 1:
         raise ValueError(f"{what} does not transfer the whole piece exactly once. Plan the "
                          "schedule again")
-    here, there = held[move.source], held[move.target]
+    sent, present = held[move.source], held[move.target]
     if move.sums:
-        if here & there:
+        if sent & present:
             raise ValueError(f"{what} adds a contribution twice. Plan the schedule again")
-        held[move.target] = here | there
+        held[move.target] = sent | present
     else:
-        if here != everything or there == everything:
-            wrong = "sends missing data" if here != everything else "delivers the piece twice"
+        if sent != everything or present == everything:
+            wrong = "sends missing data" if sent != everything else "delivers the piece twice"
             raise ValueError(f"{what} {wrong}. Plan the schedule again")
         held[move.target] = everything
 
@@ -256,12 +256,12 @@ def _hops(program: Program, size: float, chunks: int) -> list[_Hop]:
 def _rests(program: Program) -> list[int]:
     """Return, for each move, the number of wires on the longest path that begins with the move."""
     longest: dict[tuple[int, int], int] = defaultdict(int)
-    found = []
+    rests = []
     for move in reversed(program.moves):
-        found.append(longest[move.piece, move.target] + max(len(r) - 1 for r, _ in move.routes))
-        here = move.piece, move.source
-        longest[here] = max(longest[here], found[-1])
-    return found[::-1]
+        rests.append(longest[move.piece, move.target] + max(len(r) - 1 for r, _ in move.routes))
+        start = move.piece, move.source
+        longest[start] = max(longest[start], rests[-1])
+    return rests[::-1]
 
 
 def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:

@@ -70,8 +70,8 @@ class TopologyTable:
 
     def links(self, a: str, b: str) -> int:
         """Return the number of NVLinks between two GPUs, or 0 for PCIe."""
-        found = self.classes[a, b]
-        return int(found[2:]) if found.startswith("NV") else 0
+        connection = self.classes[a, b]
+        return int(connection[2:]) if connection.startswith("NV") else 0
 
 
 def is_table(text: str) -> bool:
@@ -194,15 +194,15 @@ def _nearest(table: TopologyTable, card: str) -> list[str]:
 
 def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
     """Return the connected components in order. joined: whether two names are connected."""
-    left, found = list(names), []
+    left, groups = list(names), []
     while left:
         group = [left.pop(0)]
         for member in group:
             near = [other for other in left if joined(member, other)]
             group += near
             left = [other for other in left if other not in near]
-        found.append(sorted(group, key=names.index))
-    return found
+        groups.append(sorted(group, key=names.index))
+    return groups
 
 
 KINDS = ("a network file (configs/networks/), a cluster file (`moe-plugin calibrate`), the output "

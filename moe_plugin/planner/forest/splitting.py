@@ -76,16 +76,16 @@ class Splitting:
         joined = {offset for offset in range(1, size)
                   if any(beside[(i + offset) % size] in near[u] for i, u in enumerate(beside))}
         offsets = [o for o in range(1, size) if o not in joined] or list(range(1, size))
-        found: dict[Arc, int] = {}
+        pairs: dict[Arc, int] = {}
         for share in _shares(max(sends.values(), default=0), offsets):
             for i, u in enumerate(beside):
                 t = beside[(i + share[0]) % size]
                 count = min(share[1], sends[u], takes[t])
                 if count:
-                    found[u, t] = found.get((u, t), 0) + count
+                    pairs[u, t] = pairs.get((u, t), 0) + count
                     sends[u] -= count
                     takes[t] -= count
-        return [(u, t, count) for (u, t), count in found.items()]
+        return [(u, t, count) for (u, t), count in pairs.items()]
 
     def _near(self, node: int, without: int) -> set[int]:
         """Return the nodes that are at most two arcs away without passing through `without`."""
@@ -152,20 +152,20 @@ def take(pool: list[tuple[Path, int]], count: int) -> Path:
 
 
 def _without_loops(path: Path) -> Path:
-    found: list[int] = []
+    nodes: list[int] = []
     for node in path:
-        if node in found:
-            del found[found.index(node):]
-        found.append(node)
-    return tuple(found)
+        if node in nodes:
+            del nodes[nodes.index(node):]
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
     """Distribute `count` among the offsets as evenly as possible, spreading the larger shares."""
     if not offsets:
         return []
-    each, more = divmod(count, len(offsets))
-    shares = dict.fromkeys(offsets, each)
+    base, more = divmod(count, len(offsets))
+    shares = dict.fromkeys(offsets, base)
     for i in range(more):
         shares[offsets[i * len(offsets) // more]] += 1
     return [(offset, share) for offset, share in shares.items() if share]

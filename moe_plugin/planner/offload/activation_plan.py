@@ -123,9 +123,9 @@ def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
     """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
-        kept = (*best[:j], KEEP, *best[j + 1:])
-        if problem.seconds(kept) <= seconds:
-            best = kept
+        changed = (*best[:j], KEEP, *best[j + 1:])
+        if problem.seconds(changed) <= seconds:
+            best = changed
     return best
 
 
@@ -148,9 +148,9 @@ def seeds(problem: SwapProblem) -> Iterator[Decisions]:
                 else RECOMPUTE for j in range(size))
         for swapped in range(0, size - kept + 1, stride):
             for early, late in ((SWAP, RECOMPUTE), (RECOMPUTE, SWAP)):
-                made = (early,) * swapped + (late,) * (size - kept - swapped) + (KEEP,) * kept
+                decisions = (early,) * swapped + (late,) * (size - kept - swapped) + (KEEP,) * kept
                 yield tuple(RECOMPUTE if d == SWAP and not swap else d
-                            for d, swap in zip(made, allowed, strict=True))
+                            for d, swap in zip(decisions, allowed, strict=True))
 
 
 def improve(problem: SwapProblem, decisions: Decisions) -> Decisions:

@@ -169,15 +169,15 @@ def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
 
 def explain(costs: Sequence[DesignCost], limit: int) -> str:
     """Return a table of the costs, and the settings for the best design."""
-    taken = best(costs, limit)
+    chosen = best(costs, limit)
     lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
               f"{show_size(c.buffer_bytes):>13}{show_size(c.outcome.peak):>13}"
               f"{'' if c.outcome.peak <= limit else '  does not fit'}" for c in costs]
-    left = limit - taken.outcome.peak + taken.buffer_bytes
-    cache = "" if taken.design == "resident" else f", experts.cache up to {show_size(left)}"
-    return "\n".join([*lines, "", f"{taken.design} is the fastest within {show_size(limit)}: "
-                      f"{DESIGNS[taken.design]}{cache}"])
+    left = limit - chosen.outcome.peak + chosen.buffer_bytes
+    cache = "" if chosen.design == "resident" else f", experts.cache up to {show_size(left)}"
+    return "\n".join([*lines, "", f"{chosen.design} is the fastest within {show_size(limit)}: "
+                      f"{DESIGNS[chosen.design]}{cache}"])
 
 
 def as_dict(costs: Sequence[DesignCost], limit: int) -> dict[str, Any]:
@@ -225,19 +225,19 @@ class _Writer:
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
         """Issue copies of the active experts into the buffers of the layer before the last one."""
         after = (decided, *self.computed[-1:])
-        made = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
-                            takes=self.model.expert_bytes, block=label) for e in experts]
-        self.steps += made
-        return made
+        copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
+                              takes=self.model.expert_bytes, block=label) for e in experts]
+        self.steps += copies
+        return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
         """Issue a copy of all experts into the buffers of the layer before the last one."""
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
-        made = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,
+        copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,
                            takes=count * self.model.expert_bytes, block=label)
-        self.steps.append(made)
-        return [made]
+        self.steps.append(copy)
+        return [copy]
 
     def _compute(self, label: str, active: int, copies: list[OffloadStep]) -> None:
         name = f"experts {label}"

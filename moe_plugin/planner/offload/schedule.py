@@ -204,10 +204,10 @@ class Outcome:
 
     def trace(self) -> dict[str, Any]:
         """Return a Chrome and Perfetto trace of the timeline, with a counter of used bytes."""
-        made = self.timeline.trace(STREAMS)
-        made["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
-                                 "args": {"bytes": size}} for at, size in self.memory]
-        return made
+        trace = self.timeline.trace(STREAMS)
+        trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
+                                  "args": {"bytes": size}} for at, size in self.memory]
+        return trace
 
 
 @dataclass(frozen=True)

@@ -204,9 +204,9 @@ class Streamed:
         parts = self.segments(ends)
         there = {parts[-1], *parts[-2:]}  # segments that stay resident between forward and backward
         for stage in self.stages(parts):
-            made = list(self._steps(stage, before, there))
-            steps += made
-            before = tuple(step.name for step in made)
+            issued = list(self._steps(stage, before, there))
+            steps += issued
+            before = tuple(step.name for step in issued)
         return OffloadSchedule(tuple(steps), self.limit, self.base)
 
     def _steps(self, stage: Stage, before: tuple[str, ...],
@@ -270,13 +270,13 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
     for end in range(1, size + 1):
         first = model.segment(0, end)
         reach((None, first), (first.load_s, 0), None)
-    best, found = (math.inf, 0), None
+    best, final = (math.inf, 0), None
     for end in range(1, size + 1):
         for state in ending[end]:
             if end == size:
                 cost = _added(model, costs[state], state, None)
                 if cost < best:
-                    best, found = cost, state
+                    best, final = cost, state
                 continue
             for further in range(end + 1, size + 1):
                 following = model.segment(end, further)
@@ -284,9 +284,9 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
                 if cost[0] < math.inf:
                     reach((state[1], following), cost, state)
     ends = []
-    while found:
-        ends.append(found[1].end)
-        found = parents[found]
+    while final:
+        ends.append(final[1].end)
+        final = parents[final]
     return tuple(reversed(ends)) or None
 
 
@@ -387,14 +387,14 @@ def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> Stream
         low, high = (low, high) if best else (high, 2 * high)
     while high - low > 1:
         middle = (low + high) // 2
-        made = _hiding(layers, middle, limit, base)
-        best, low, high = (made, low, middle) if made else (best, middle, high)
+        candidate = _hiding(layers, middle, limit, base)
+        best, low, high = (candidate, low, middle) if candidate else (best, middle, high)
     return best
 
 
 def _hiding(layers: Sequence[Layer], batches: int, limit: int, base: int) -> StreamPlan | None:
     try:
-        made = plan(layers, batches, limit, base)
+        candidate = plan(layers, batches, limit, base)
     except ValueError:
         return None  # the inputs of this many micro-batches do not fit
-    return made if made.hides else None
+    return candidate if candidate.hides else None

@@ -149,16 +149,16 @@ class Predicted:
 def predict(profile: StageProfile) -> list[Predicted]:
     """Return all schedules, fastest first. `terapipe` is included only if slices were measured."""
     line = profile.pipeline()
-    found = []
+    predictions = []
     for schedule, mode in (("1f1b", TRANSPORTS[profile.transport]), ("eager-1f1b", "eager")):
         alive = tuple(map(float, line.peak_activations(mode)))
-        found.append(Predicted(schedule, line.simulate(mode), alive, _fits(profile, alive)))
+        predictions.append(Predicted(schedule, line.simulate(mode), alive, _fits(profile, alive)))
     if profile.sequence:
         times, batch = _slice_times(profile), profile.batch
         sizes = [n for n in range(1, batch + 1) if batch % n == 0] or [0]
-        found.append(min((_sliced(profile, times, size) for size in sizes),
-                         key=lambda one: (not one.fits, one.seconds)))
-    return sorted(found, key=lambda one: one.seconds)
+        predictions.append(min((_sliced(profile, times, size) for size in sizes),
+                               key=lambda one: (not one.fits, one.seconds)))
+    return sorted(predictions, key=lambda one: one.seconds)
 
 
 def _fits(profile: StageProfile, alive: tuple[float, ...]) -> bool:
@@ -224,14 +224,14 @@ def choose(profile: StageProfile) -> Predicted:
     Raises:
         ValueError: if no schedule fits the memory.
     """
-    found = [one for one in predict(profile) if one.fits]
-    if not found:
+    fitting = [one for one in predict(profile) if one.fits]
+    if not fitting:
         raise ValueError(
             f"memory_bytes={profile.memory_bytes} is too small for the activations of any "
             f"schedule. A micro-batch needs {profile.activation_bytes} bytes by stage. Use smaller "
             "micro-batches or recompute activations")
-    least = found[0].seconds
-    return min((one for one in found if one.seconds <= least * (1 + 1e-9)),
+    least = fitting[0].seconds
+    return min((one for one in fitting if one.seconds <= least * (1 + 1e-9)),
                key=lambda one: SCHEDULES.index(one.schedule))
 
 

@@ -109,13 +109,13 @@ class Pipeline:
             if not 1 <= getattr(self, name) <= 1 << 20:
                 raise ValueError(f"{name}={getattr(self, name)} is out of bounds; it must be from "
                                  f"1 to {1 << 20}")
-        what, count = ("slices", self.slices) if self.slices else ("stages", self.stages)
+        unit, count = ("slices", self.slices) if self.slices else ("stages", self.stages)
         for name in ("forward_s", "backward_s", "send_s", "delayed_s"):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,) * count
             if len(values) != count or not all(0 <= v < 1e9 for v in values):
                 raise ValueError(f"{name}={value} must be seconds from 0 to 1e9, either one number "
-                                 f"or one number for each of {count} {what}")
+                                 f"or one number for each of {count} {unit}")
             object.__setattr__(self, name, values)
         for late, whole in zip(self.delayed_s, self.backward_s, strict=True):
             if late > whole:
@@ -176,8 +176,8 @@ class Pipeline:
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
         """Return the stage that consumes the result of a pass (step 1), or sent its input (-1)."""
-        found = stage + (step if kind == "forward" else -step)
-        return found if 0 <= found < self.stages else None
+        neighbour = stage + (step if kind == "forward" else -step)
+        return neighbour if 0 <= neighbour < self.stages else None
 
     def _work(self, stage: int, each: Pass, after: tuple[str, ...], late: float = 0.0) -> Task:
         kind, _, part = each
@@ -211,21 +211,21 @@ class Pipeline:
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage
         for last, following in pairwise([None, *passes, None]):
-            sent, taken = set(), set()
+            sent, received = set(), set()
             if last and self._neighbour(stage, last[0]) is not None:
                 sent = {(stage, last)}
             if following and (source := self._neighbour(stage, following[0], -1)) is not None:
-                taken = {(source, following)}
+                received = {(source, following)}
             together = last and following and last[0] != following[0] and in_turns
-            yield from [sent | taken] if together else [sent, taken]
+            yield from [sent | received] if together else [sent, received]
             if following:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
         """Return, by stage, its passes and its transfers with the next stage."""
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
-        made: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
-        for stage, steps in enumerate(made):
+        programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
+        for stage, steps in enumerate(programs):
             before: tuple[str, ...] = ()
             for call in self._calls(stage):
                 if isinstance(call, tuple):
@@ -242,7 +242,7 @@ class Pipeline:
         return [[step if isinstance(step, Task) else Task(
             f"send {self._label(*step)}", f"link {stage} {stage + 1}",
             self._of(self.send_s, stage, 0), waits[step], "send") for step in steps]
-            for stage, steps in enumerate(made)]
+            for stage, steps in enumerate(programs)]
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:

@@ -100,9 +100,9 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
     for least, bound in _bounds(table, gap_s):
         if (stages - 1) * least >= best:
             break
-        total, found = _least_sum(np.where(table <= bound, table, np.inf))
+        total, candidate = _least_sum(np.where(table <= bound, table, np.inf))
         if total + (stages - 1) * bound < best:
-            best, lengths = total + (stages - 1) * bound, found
+            best, lengths = total + (stages - 1) * bound, candidate
     if not lengths:
         raise ValueError(f"{length} tokens cannot be divided into slices, because no division has "
                          "finite seconds. Measure more lengths or use a smaller granularity")
@@ -245,12 +245,12 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
                              "invalid: length must be >= 1, context >= 0, and seconds finite and "
                              ">= 0")
         measured[length, context].append(seconds)
-    found = {key: float(np.median(seconds)) for key, seconds in measured.items()}
-    base = tuple(sorted((length, s) for (length, context), s in found.items() if not context))
+    medians = {key: float(np.median(seconds)) for key, seconds in measured.items()}
+    base = tuple(sorted((length, s) for (length, context), s in medians.items() if not context))
     if not base:
         raise ValueError("no slice without context was measured. Measure a sequence's first slice")
     times = SliceTimes(base)
-    rest = [(length, context, s) for (length, context), s in found.items() if context]
+    rest = [(length, context, s) for (length, context), s in medians.items() if context]
     if not rest:
         return times
     weights = np.array([1 / max(s, 1e-9) for *_, s in rest])
@@ -268,10 +268,10 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
     Times are linear between measured numbers of sequences and beyond the largest one. Fewer
     sequences than the smallest measured number are assumed to need the time of that number.
     """
-    found: dict[int, list[Sample]] = defaultdict(list)
+    samples_by_size: dict[int, list[Sample]] = defaultdict(list)
     for size, length, context, seconds in samples:
-        found[size].append((length, context, seconds))
-    fitted = [(size, fit(found[size])) for size in sorted(found)]
+        samples_by_size[size].append((length, context, seconds))
+    fitted = [(size, fit(samples_by_size[size])) for size in sorted(samples_by_size)]
 
     @functools.cache  # a search needs each slice with every number of sequences
     def by_size(length: int, context: int) -> SliceTimes:
