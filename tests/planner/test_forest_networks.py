@@ -122,10 +122,10 @@ def test_nvlinks_between_pairs_and_pcie_between_the_others() -> None:
 
 
 @pytest.mark.parametrize("change, said", [
-    (("GPU1\tNV12", "GPU1\tNV13"), "GPU0 to GPU1 is NV12, back NV13"),
-    (("PXB\tNODE\tSYS\t48", "PXB\tNODE\tFAR\t48"), "GPU0 to NIC2 is 'FAR'"),
+    (("GPU1\tNV12", "GPU1\tNV13"), "GPU0 to GPU1 is NV12, but the reverse is NV13"),
+    (("PXB\tNODE\tSYS\t48", "PXB\tNODE\tFAR\t48"), "from GPU0 to NIC2 has the unknown class 'FAR'"),
     (("NIC2\tSYS\tSYS\tPIX\tSYS\tSYS\t X", "other"), "not the row of a device"),
-    (("GPU2\tNV12", "GPU1\tNV12"), "GPU1 to GPU1 is 'NV12'"),
+    (("GPU2\tNV12", "GPU1\tNV12"), "from GPU1 to GPU1 has the unknown class 'NV12'"),
     (("\tGPU1\tGPU2\tNIC0", "\tGPU1\tGPU1\tNIC0"), "a device twice"),
     (("\tGPU0\tGPU1", "\tGPUs"), "has no header line with GPU0"),
 ])

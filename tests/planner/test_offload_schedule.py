@@ -55,9 +55,9 @@ def test_one_queue_of_copies_takes_turns() -> None:
     (lambda: OffloadStep("a", "in", float("inf")), "seconds=inf must be a finite number"),
     (lambda: OffloadStep("a", "in", 1.0, takes=-1), "takes=-1"),
     (lambda: OffloadSchedule((OffloadStep("a", "out", 1.0, frees=3),)).run(),
-     "'a' frees 3 bytes, 3 more"),
+     "'a' frees 3 bytes, which is 3 more"),
     (lambda: OffloadSchedule((), limit=1, base=2).run(), "the resident memory .* 2 bytes"),
-    (lambda: OffloadSchedule((OffloadStep("a", "in", 1.0, ("b",)),)).run(), "waits for .'b'."),
+    (lambda: OffloadSchedule((OffloadStep("a", "in", 1.0, ("b",)),)).run(), "not issued before: .'b'."),
 ])
 def test_bad_schedules_are_refused(make: object, match: str) -> None:
     with pytest.raises(ValueError, match=match):
