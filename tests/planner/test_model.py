@@ -209,7 +209,7 @@ def test_plans_leave_memory_free() -> None:
     needs = min(cost.memory_bytes for cost in search(m, c, A100, SPACE, keep=1000).plans)
     fits = dataclasses.replace(A100, memory_bytes=needs / 0.92 * 1.001)
     assert search(m, c, fits, SPACE).plans[0].memory_bytes <= fits.usable_bytes
-    with pytest.raises(ValueError, match="8 % stay free"):
+    with pytest.raises(ValueError, match="8 % must remain free"):
         search(m, c, dataclasses.replace(A100, memory_bytes=needs * 1.05), SPACE)
     assert "8 % stay free" in head_room(fits)
 
