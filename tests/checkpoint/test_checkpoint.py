@@ -98,7 +98,7 @@ def test_states_of_other_shards_do_not_load_by_themselves() -> None:
     def rank(comm: Comm) -> None:
         whole, cut = Model(comm), Model(comm, shards=2)
         for model, state, words in [(whole, cut,
-                                     "checkpoint has shards=2, this layer has shards=None"),
+                                     "checkpoint has shards=2, but this layer has shards=None"),
                                     (cut, whole, "checkpoint has shards=None")]:
             with pytest.raises(ValueError, match=words):
                 model.load_state_dict(state.state_dict())

@@ -42,7 +42,7 @@ def test_simulate_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("args", "said"), [
     (["--ranks", "many"], "must be whole numbers"),
-    (["--ranks", "12"], "12 ranks do not fill nodes"),
+    (["--ranks", "12"], "12 ranks do not fill the nodes"),
     (["--sizes", "big"], "'big' is not a size"),
     (["--cluster", "/nowhere"], "cannot be read"),
 ])

@@ -104,7 +104,7 @@ def test_a_faster_link_and_more_tokens(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("words", "match"), [
-    (["--memory", "1GB"], "the least, on_demand, needs 2356674560"),
+    (["--memory", "1GB"], "smallest design, on_demand, needs 2356674560"),
     (["--memory", "80GB", "--tokens", "0"], "12 layers with experts and 0 tokens"),
     (["--memory", "80GB", "--link", "0"], "bytes_s=0 must be from 1"),
     (["--tokens", "2"], "--tokens goes with --memory, --model and --device"),
@@ -118,10 +118,10 @@ def test_places_of_experts_are_refused_by_name(words: list[str], match: str,
 
 
 @pytest.mark.parametrize(("words", "match"), [
-    (("--memory", "100MiB"), "a limit of 104857600 bytes is too little"),
-    (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too little"),
+    (("--memory", "100MiB"), "a limit of 104857600 bytes is too small"),
+    (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too small"),
     (("--memory", "1GiB", "--weights-on", "host", "--accumulate", "0"),
-     "0 accumulated micro-batches: must be from 1"),
+     "accumulated micro-batches is 0; it must be from 1"),
     (("--memory", "1GiB", "--accumulate", "2"), "--accumulate 2 needs --weights-on host"),
     (("--memory", "lots"), "'lots' is not a size"),
     ((), "--memory and --profile go together"),

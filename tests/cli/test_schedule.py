@@ -114,8 +114,8 @@ def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--topology", "nothing:2"], "neither a file nor a preset; presets: ring:8"),
-    (["--topology", "missing.yaml"], "there is no such file"),
+    (["--topology", "nothing:2"], "neither a file nor a preset. Available presets: ring:8"),
+    (["--topology", "missing.yaml"], "(no such file)"),
     (["--topology", "ring:4", "--size", "many"], "is not a size"),
     (["--topology", "ring:4", "--size", "0"], "must be at least 1"),
     (["--topology", "ring:4", "--chunks", "0"], "must be at least 1"),
@@ -123,7 +123,7 @@ def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
     (["--topology", "ring:4", "--nodes", "2"], "after its colon"),
     (["--topology", "ring:4", "--overlap"], "overlap"),
     (["--topology", "ring:4", "--svg", "no/folder.svg"], "there is no folder"),
-    (["--topology", "star:40", "--msccl", "x.xml"], "MSCCL runs at most 32 peers"),
+    (["--topology", "star:40", "--msccl", "x.xml"], "MSCCL supports at most 32 peers"),
     (["--topology", "ring:4@0"], "must be > 0"),
 ])
 def test_errors_say_what_to_do(words: list[str], said: str, tmp_path: Path,

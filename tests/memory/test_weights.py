@@ -528,7 +528,7 @@ def test_plans_segments_from_what_blocks_took(tmp_path):
         trainer.step(batches(1, 2))
         assert trainer.device_bytes <= limit
     before = trainer.segments
-    with pytest.raises(ValueError, match="a limit of 9 bytes is too little.*raise it"):
+    with pytest.raises(ValueError, match="a limit of 9 bytes is too small.*Raise the limit"):
         plan_segments(trainer, 9, 2)
     assert trainer.segments == before
     trainer.close()

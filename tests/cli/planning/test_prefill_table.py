@@ -60,9 +60,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in found["rows"]] == [64, 4096]
-    for wrong, message in (({"kernels": {"a": {"points": [[1, 1.0]]}}}, "2 or more, ascending"),
-                           ({"kernels": {"a": [1]}}, "must give each kernel points"),
-                           ({"kernels": {}}, "a profile without kernels")):
+    for wrong, message in (({"kernels": {"a": {"points": [[1, 1.0]]}}}, "at least 2 points"),
+                           ({"kernels": {"a": [1]}}, "must contain, for each kernel, points"),
+                           ({"kernels": {}}, "the profile contains no kernels")):
         kernels.write_text(yaml.safe_dump(wrong))
         assert main(words) == 2
         assert message in capsys.readouterr().err

@@ -261,7 +261,7 @@ def test_auto_measures_and_takes_what_fits(data: str) -> None:
         assert profile.transport == "gloo" and min(profile.activation_bytes) > 2**16
         assert min([*profile.forward_s, *profile.backward_s, profile.transfer_s]) > 0
     for message in on_ranks(2, refusal, [*auto, "1KiB"]):
-        assert "memory_bytes=1024 is too little" in message
+        assert "memory_bytes=1024 is too small" in message
 
 
 @pytest.mark.distributed

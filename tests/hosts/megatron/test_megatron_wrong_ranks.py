@@ -121,8 +121,8 @@ def test_workers_of_several_ranks(blocks: list[str], outvoted: list[int], data: 
 
 
 UNGUARDED = [
-    (["--moe-votes", "4"], "odd and >= 3"), (VOTES, "copies=3 must be <= 2 workers"),
-    ([*VOTES, *EP2], "copies=3 must be <= 1 workers"),
+    (["--moe-votes", "4"], "odd and >= 3"), (VOTES, "larger than the number of workers, 2"),
+    ([*VOTES, *EP2], "larger than the number of workers, 1"),
     ([*VOTES, *PP2], "give --untie-embeddings-and-output-weights"),
     ([*VOTES, "--context-parallel-size", "2"], "--context-parallel-size"),
     ([*VOTES, "--use-distributed-optimizer"],
