@@ -166,7 +166,7 @@ def test_the_data_type_can_change(tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
     assert torch.equal(again.lm_head.weight, model.lm_head.weight.bfloat16())
-    with pytest.raises(ValueError, match="format 'hf' has no --ep"):
+    with pytest.raises(ValueError, match="format 'hf' does not support --ep"):
         formats.get("hf")().write(open_source(tmp_path / "in"), tmp_path / "out",
                                   CheckpointSizes(ep=2))
 
