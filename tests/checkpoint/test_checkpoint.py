@@ -207,7 +207,7 @@ def test_a_wrapper_on_one_side_is_named_with_the_remedy(wrapper: str, tmp_path: 
     save(tmp_path / "wrapped", around)
     with pytest.raises(CheckpointError, match=f"model is in a wrapper: pass model.{wrapper}"):
         load(tmp_path / "plain", around)
-    with pytest.raises(CheckpointError, match=f"saved from a wrapped model: save model.{wrapper}, or load"):
+    with pytest.raises(CheckpointError, match=f"wrapped model: save model.{wrapper}, or load"):
         load(tmp_path / "wrapped", model)
     load(tmp_path / "plain", getattr(around, wrapper))
 

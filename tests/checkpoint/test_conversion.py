@@ -226,7 +226,7 @@ def test_nothing_else_is_replaced_and_an_unfinished_other_conversion_is_dropped(
 
 def test_damage_of_the_source_is_found_and_unknown_sizes_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", 2)
-    with pytest.raises(ValueError, match="'plain' does not support --tp; supported options: --ep, --shards, --world"):
+    with pytest.raises(ValueError, match="'plain' does not support --tp; .*--ep, --shards, --w"):
         with open_source(source) as opened:
             Conversion(opened, tmp_path / "target", "plain", CheckpointSizes(tp=2)).run()
     part = source / part_name(1, 2)
@@ -296,7 +296,7 @@ def test_the_commands_and_what_inspect_shows(tmp_path: Path,
     os.truncate(target / part_name(1, 4), 5000)
     for words in (["inspect", str(target)], ["reshard", str(target), str(tmp_path / "no")]):
         assert main(words) == 2
-        assert "part-00001-of-00004.pt' has 5000 bytes, its index says" in capsys.readouterr().err
+        assert "00001-of-00004.pt' has 5000 bytes, but its index lists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 5), (4, 0, 2)])

@@ -94,7 +94,7 @@ def test_a_layout_that_a_format_does_not_know_is_refused_by_name():
             raise NotImplementedError
 
     Two().check(CheckpointSizes(world=2, ep=1))
-    with pytest.raises(ValueError, match="'two' does not support --tp; supported options: --ep, --world"):
+    with pytest.raises(ValueError, match="'two' does not support --tp; .* options: --ep, --world"):
         Two().check(CheckpointSizes(tp=2))
-    with pytest.raises(ValueError, match="layout tp=0: must be at least 1"):
+    with pytest.raises(ValueError, match="layout tp=0 .* at least 1"):
         CheckpointSizes(tp=0)

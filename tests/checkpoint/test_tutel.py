@@ -156,11 +156,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
     lost = saved(tmp_path / "lost", state, 4, "{rank}.pt")
     os.remove(lost / "1.pt")
-    refused("none of rank 1; restore it", lost / "{rank}.pt")
+    refused("no file of rank 1; restore", lost / "{rank}.pt")
     os.remove(lost / "2.pt")
     os.remove(lost / "3.pt")
     refused("files are missing", lost)
-    refused("gates.1.wg.weight'; it has those of",
+    refused("gates.1.wg.weight'; its tensors are",
             saved(tmp_path / "two", {**state, PREFIX + "gates.1.wg.weight": torch.zeros(E, M)}, 1,
                   "a.pt"))
     refused("no layer of Tutel", saved(tmp_path / "none", {NORM: state[NORM]}, 1, "a.pt"))

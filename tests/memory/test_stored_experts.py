@@ -319,5 +319,5 @@ def test_compiled_graphs_leave_the_store_alone():
 
 
 def test_experts_of_a_store_do_not_travel_between_ranks():
-    with pytest.raises(ValueError, match="experts.store=host, but only experts in device memory can move"):
+    with pytest.raises(ValueError, match="store=host, but only experts in device memory can move"):
         change_expert_parallel(layer_of("host"), None, LocalComm())

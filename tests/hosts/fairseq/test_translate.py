@@ -129,7 +129,7 @@ def test_a_file_with_a_number_of_experts_describes_layers(tmp_path: Path) -> Non
     assert found.router.second_expert_policy == "random"
     for flags, words in (
             ("--moe-expert-count 8", r"--moe-expert-count \(num_experts=8\) contradicts "
-             "num_experts=4 in .*leave out the flag"),
+             "num_experts=4 in .*remove the flag"),
             ("--moe-top1-expert", r"--moe-top1-expert \(router.top_k=1\) contradicts")):
         with pytest.raises(ValueError, match=words):
             config(f"--moe-freq 2 --moe-config {path} {flags}")
