@@ -55,7 +55,7 @@ def test_counts_of_a_configuration_are_compared_with_the_files(tmp_path: Path, n
         check_counts(source)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, name: 10**12}))
     with open_safetensors(tmp_path) as source, pytest.raises(
-            CheckpointError, match=f"{name}=1000000000000, the files have at most"):
+            CheckpointError, match=f"{name}=1000000000000, but the files allow at most"):
         check_counts(source)
 
 

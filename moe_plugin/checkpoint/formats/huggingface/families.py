@@ -1,4 +1,4 @@
-"""Families of decoder models in Hugging Face's `transformers`: one table."""
+"""The table of decoder model families in Hugging Face's `transformers`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _ALL = (
                bias_row=True, shared="plain", expert_bias=True, normalize=True, float32=("gate.",),
                normalize_add=0.0, normalize_min="moe_norm_min",
                keys={"top_k": "moe_k", "experts": "moe_num_experts"}),
-           alone="rotary positions that pair neighbours"),
+           alone="rotary positions that pair neighbors"),
     Family(model_type="exaone_moe", architecture="ExaoneMoeForCausalLM",
            title="K-EXAONE (LG AI Research)",
            block=replace(DEEPSEEK_V3, keys={},
@@ -82,7 +82,7 @@ _ALL = (
            alone="windows and layers without positions by a pattern"),
     Family(model_type="flex_olmo", architecture="FlexOlmoForCausalLM", title="FlexOlmo (AI2)",
            block=Block(keys={"width": "intermediate_size"}),
-           alone="norms behind attention and experts"),
+           alone="norms after attention and experts"),
     Family(model_type="glm4_moe", architecture="Glm4MoeForCausalLM",
            title="GLM-4.5 and its successors (Z.ai)",
            block=DEEPSEEK_V3,
@@ -121,7 +121,7 @@ _ALL = (
                names={"router.weight": "gate.wg.weight", **shared_names("shared_mlp")},
                shared="plain", normalize=True, float32=("gate.",),
                keys={"top_k": "moe_topk", "width": "intermediate_size"}),
-           alone="norms of queries and keys behind their rotation"),
+           alone="norms of queries and keys after their rotation"),
     Family(model_type="hy_v3", architecture="HYV3ForCausalLM", title="Hunyuan 3 (Tencent)",
            block=Block(
                names={**GATE, "router.expert_bias": "e_score_correction_bias",
@@ -141,7 +141,7 @@ _ALL = (
                DEEPSEEK_V3, module_in_files="block_sparse_moe", parts=("w1", "w3", "w2"),
                keys={"top_k": "num_experts_per_token", "normalize_top_k": "moe_renormalize",
                      "groups": "num_expert_group"}),
-           alone="delta attention beside latent attention without positions"),
+           alone="delta attention next to latent attention without positions"),
     Family(model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", title="LFM2-MoE (Liquid AI)",
            block=Block(module="feed_forward", names={**GATE, "router.expert_bias": "expert_bias"},
                        parts=("w1", "w3", "w2"), scores="sigmoid", expert_bias=True, scales=True,
@@ -252,15 +252,15 @@ _BY_TYPE = {name: family for family in FAMILIES.values()
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a configuration; `CheckpointError` where it is of none that is known."""
+    """Return the family of a configuration; raise `CheckpointError` for an unknown `model_type`."""
     name = config.get("model_type")
     if name not in _BY_TYPE:
-        raise CheckpointError(f"config.json: model_type={short(name)} is not known; known: "
-                              f"{', '.join(_BY_TYPE)}")
+        raise CheckpointError(f"config.json: model_type={short(name)} is not supported; supported "
+                              f"types: {', '.join(_BY_TYPE)}")
     return _BY_TYPE[name]
 
 
 def moe_block_of(config: Mapping[str, Any]) -> Block | None:
-    """Its MoE layers; None: it has none, or its family is not known."""
+    """Return the MoE block of a configuration, or None for dense models and unknown families."""
     family = _BY_TYPE.get(str(config.get("model_type")))
     return None if family is None else family.block
