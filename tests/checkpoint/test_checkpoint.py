@@ -139,7 +139,7 @@ def test_ranks_that_do_not_share_the_experts_write_no_checkpoint(tmp_path: Path)
         return str(error.value)
 
     said = run_simulated(2, rank)
-    assert "are spread over 1 ranks and 2 write the checkpoint" in said[0], said
+    assert "are spread over 1 ranks, but 2 ranks write the" in said[0], said
     assert (tmp_path / "ckpt" / "index.json").read_bytes() == before
 
 
@@ -239,7 +239,7 @@ def test_another_optimizer_is_named(tmp_path: Path) -> None:
 
 def test_extra_that_is_not_json_is_named_before_anything_is_written(tmp_path: Path) -> None:
     extra = {"step": 1, "a": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"extra\['a'\] is a Tensor .* must be numbers and text"
+    with pytest.raises(ValueError, match=r"extra\['a'\] is a Tensor, .* contain numbers and text"
                        ) as error:
         save(tmp_path / "ckpt", nn.Linear(2, 2), extra=extra)
     assert "free space" not in str(error.value) and not list(tmp_path.iterdir())

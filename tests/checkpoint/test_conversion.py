@@ -213,7 +213,7 @@ def test_nothing_else_is_replaced_and_an_unfinished_other_conversion_is_dropped(
     source, target = write(tmp_path / "source", 2), tmp_path / "target"
     target.mkdir()
     (target / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is there.*--force"):
+    with pytest.raises(CheckpointError, match="already exists.*--force"):
         convert(source, target, ep=4)
     scratch = tmp_path / "target.converting"
     scratch.mkdir()

@@ -134,7 +134,7 @@ def test_a_file_with_a_number_of_experts_describes_layers(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=words):
             config(f"--moe-freq 2 --moe-config {path} {flags}")
     path.write_text("num_experts: 4\nmodel_dim: 16\n")
-    with pytest.raises(ValueError, match="model_dim=16 in .*contradicts the width 8.*leave"):
+    with pytest.raises(ValueError, match="model_dim=16 in .*contradicts the width 8.*remove"):
         config(f"--moe-freq 2 --moe-config {path}")
 
 
