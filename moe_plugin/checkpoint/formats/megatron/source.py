@@ -111,7 +111,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
         wrong = [name for name in _MAPPINGS if not isinstance(meta.get(name, {}), dict)]
         if wrong:
-            raise ValueError(f"{wrong[0]}={short(meta[wrong[0]])} is not a mapping, as it must be")
+            raise ValueError(f"{wrong[0]}={short(meta[wrong[0]])} must be a mapping")
         sizes = meta.get("files", {})
         for name, size in sizes.items():
             found = folder / name
