@@ -120,7 +120,7 @@ def test_a_read_behind_a_write_that_failed_has_its_error(tmp_path):
 def test_a_folder_that_is_gone_or_takes_no_files_is_named(tmp_path):
     tier = DiskTier(tmp_path / "a b")
     (tmp_path / "a b").rmdir()
-    with pytest.raises(TierError, match=f"no file can be made in {tmp_path}/a b .*; "):
+    with pytest.raises(TierError, match=f"no file can be created in {tmp_path}/a b .*; "):
         tier.put(torch.ones(8))
     with pytest.raises(ValueError, match="a b"):
         (tmp_path / "a b").write_text("a file")

@@ -1,5 +1,6 @@
-"""Checkpoints of a model whose weights stream: one safetensors file a block, written and read block
-by block.
+"""Checkpoints of models with streamed weights: one safetensors file per block.
+
+Blocks are written and read one at a time.
 """
 
 from __future__ import annotations
@@ -25,23 +26,27 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, make_folder, move_into_place, write_remedy
 
 
-# Segments of a model whose weights stream, planned from what its blocks took.
+# Segments of a model with streamed weights, planned from measurements of its blocks.
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:
-    """The blocks as the planner sees them, one micro-batch each, as the last step took them.
+    """Return the blocks in the form of the planner, with the values of the last step per
+    micro-batch.
 
-    Gradients and optimizer state are of one block at a time and no part of a segment.
+    Gradients and optimizer state are not part of a segment, because they exist for only one block
+    at a time.
 
     Args:
-        trainer: has done a step of this many micro-batches.
+        trainer: trainer that has done a step with `micro_batches` micro-batches.
+        micro_batches: number of micro-batches in the last step.
     Raises:
-        ValueError: it has not, or nothing was copied.
+        ValueError: the trainer has not done a step, or no bytes were copied.
     """
     moved = trainer.copier.counters
     if not trainer.steps or not moved.busy_s or not moved.bytes:
-        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes tell nothing of "
-                         "the blocks: do a step with one block a segment first")
+        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes do not suffice to "
+                         "measure the blocks: do a step with one block per segment first")
     if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches}: must be >= 1, as in the last step")
+        raise ValueError(f"micro_batches={micro_batches} is not valid: it must be >= 1, and equal "
+                         "to the number in the last step")
     bytes_s, layers = moved.bytes / moved.busy_s, []
     for block, took in zip(trainer.blocks, trainer.profile, strict=True):
         loaded = block.layout.nbytes if block.streams else 0
@@ -54,13 +59,15 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
 
 
 def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> StreamPlan:
-    """Cut the model so that its steps are shortest within a limit, and use these segments.
+    """Choose and use the segments with the shortest steps within a memory limit.
 
     Args:
-        limit: bytes of the device for weights, kept inputs, and gradients and state of a block.
-        micro_batches: of a step, as in the last one.
-    Returns: the plan; `hides` says whether all copies hide behind computation.
-    Raises: ValueError: nothing fits, with what is needed; see `measured_layers`.
+        trainer: the trainer.
+        limit: bytes of the device for weights, stored inputs, and gradients and state of one block.
+        micro_batches: number of micro-batches in a step, equal to that of the last step.
+    Returns: the plan; `hides` shows whether all copies are hidden behind computation.
+    Raises: ValueError: no segments fit (the message contains the required memory), or see
+    `measured_layers`.
     """
     found = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
                  trainer.bytes_beside_segments)
@@ -69,49 +76,53 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
 
 
 class SegmentsOnce:
-    """Cuts a host's model into segments for its limit, once, after its first step.
+    """A callback that plans a host's segments once, after its first step.
 
     Args:
-        trainer: one without a limit keeps its segments.
-        logger: is told of the weights and the cut.
+        trainer: the trainer; without a limit it keeps its segments.
+        logger: logger for the size of the weights and the segments.
     """
 
     def __init__(self, trainer: StreamedTrainer, logger: logging.Logger) -> None:
         self.trainer, self.logger, self._done = trainer, logger, trainer.limit is None
         held = sum(block.layout.nbytes for block in trainer.blocks)
-        logger.info("weights: %.1f MiB in %s, stream in %d parts through %.1f MiB", held / 2**20,
+        logger.info("weights: %.1f MiB in %s, streamed in %d parts through %.1f MiB", held / 2**20,
                     "files" if trainer.device.type == "cpu" else "host memory",
                     len(trainer.blocks), trainer.device_bytes / 2**20)
 
     def __call__(self, micro_batches: int) -> None:
-        """After a step of this many micro-batches. `ValueError`: see `plan_segments`."""
+        """Plan after a step of this many micro-batches. `ValueError`: see `plan_segments`."""
         limit = self.trainer.limit
         if self._done or limit is None:
             return
         self._done, found = True, plan_segments(self.trainer, limit, micro_batches)
         self.logger.info("segments of %s parts, planned for %.1f MiB: copies %s",
                          ", ".join(map(str, found.counts)), limit / 2**20,
-                         "hide" if found.hides else "do not hide behind computation")
+                         "are hidden" if found.hides else "are not hidden behind computation")
 
 
 _STEP, _WEIGHT, _BUFFER, _STATE = "step", "weight.", "buffer.", "state."
 _BESIDE = "beside."
 
-Beside = Mapping[str, Sequence[Tensor]]  # by name, one tensor of each weight's shape
+Beside = Mapping[str, Sequence[Tensor]]  # by name: one tensor of each weight's shape
 
 
 def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
                  beside: Callable[[int], Beside] | None = None, *,
                  finite: bool = False) -> Path:
-    """Write weights, buffers and optimizer state to a folder; one that is there is replaced when
-    the new one is complete.
+    """Write weights, buffers and optimizer state to a folder.
+
+    An existing folder is replaced when the new folder is complete.
 
     Args:
-        beside: by number of a block, what else is saved with it, for `read_beside`.
-        finite: write nothing where a number is not finite.
+        trainer: the trainer.
+        folder: the folder.
+        beside: returns additional tensors of a block, by its number, which `read_beside` reads.
+            Optional.
+        finite: raise an error and write nothing if a number is not finite.
     Raises:
-        ValueError: it cannot be written, with the reason.
-        FloatingPointError: see `finite`; it names block and tensor.
+        ValueError: the folder cannot be written; the message contains the reason.
+        FloatingPointError: see `finite`; the message names block and tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)
@@ -141,10 +152,12 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
 
 
 def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> None:
-    """Take weights, buffers, optimizer state and number of steps of a saved model. All files are
-    checked before anything changes.
+    """Load weights, buffers, optimizer state and number of steps from a folder.
 
-    Raises: ValueError: a file is missing or of another model; it names file, tensor and shapes.
+    All files are checked before anything changes.
+
+    Raises: ValueError: a file is missing or of another model; the message names file, tensor and
+    shapes.
     """
     folder = _there(Path(folder))
     for block in trainer.blocks:
@@ -166,7 +179,7 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
 
 
 def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[str, list[Tensor]]:
-    """What was saved beside a block's weights, by name; empty: nothing was.
+    """Return the additional tensors that were saved with a block's weights, by name.
 
     Raises: ValueError: the file is missing or of another model.
     """
@@ -180,7 +193,7 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or the one before it, where a save was killed when it replaced that."""
+    """Return the folder, or its predecessor if a save was killed while it replaced the folder."""
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder
 
@@ -189,8 +202,9 @@ def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str,
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
             raise FloatingPointError(
-                f"{short(name)} of block {block.number} is not finite: {folder} is not written; an "
-                "older one stays. Continue from it with a lower learning rate or other data")
+                f"{short(name)} of block {block.number} is not finite, so {folder} is not written; "
+                "an older folder remains. Continue from it with a lower learning rate or other "
+                "data")
 
 
 def _named(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
@@ -204,7 +218,7 @@ def _name(block: StreamedBlock) -> str:
 
 def _tensors(block: StreamedBlock) -> dict[str, Tensor]:
     tensors = {_WEIGHT + name: x for name, x in zip(block.names, block.read(), strict=True)}
-    # files hold no two tensors in one storage
+    # safetensors cannot store two tensors that share a storage
     tensors |= {_BUFFER + name: x.detach().cpu().clone()
                 for name, x in block.saved_buffers().items()}
     tensors |= {f"{_STATE}{i}.{name}": x for (i, name), x in block.state_tensors().items()}
@@ -217,7 +231,7 @@ def _key(name: str) -> tuple[int, str]:
 
 
 def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Single numbers of the optimizer's state, as text."""
+    """Return the single numbers of the optimizer's state, as text."""
     return {f"{_STATE}{i}.{name}": repr(float(x))
             for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 
@@ -234,12 +248,12 @@ def _check(block: StreamedBlock, path: Path) -> None:
     for name, shape in wanted.items():
         if found.get(name) != tuple(shape):
             there = f"has shape {list(found[name])}" if name in found else "is missing"
-            raise ValueError(f"{path}: {short(name)} {there}, block {block.number} needs "
-                             f"{list(shape)}; give a folder that this model was saved to")
+            raise ValueError(f"{path}: {short(name)} {there}, but block {block.number} needs shape "
+                             f"{list(shape)}; use a folder to which this model was saved")
     more = sorted(name for name in set(found) - set(wanted) if not name.startswith(_STATE))
     if more:
-        raise ValueError(f"{path}: {short(more[0])} is not in block {block.number}; give a folder "
-                         "that this model was saved to")
+        raise ValueError(f"{path}: {short(more[0])} is not a tensor of block {block.number}; use a "
+                         "folder to which this model was saved")
 
 
 def _open(path: Path, verify: bool = False) -> SafetensorsFile:
@@ -248,14 +262,15 @@ def _open(path: Path, verify: bool = False) -> SafetensorsFile:
         file.held = with_current_names(file.held)
         return file
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a folder that a model was saved "
-                         "to") from error
+        raise ValueError(f"{path} cannot be read ({error}); use a folder to which a model was "
+                         "saved") from error
 
 
 def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ValueError("saved weights need safetensors: pip install 'moe-plugin[hf]'"
+        raise ValueError("saving weights needs safetensors; install it with pip install "
+                         "'moe-plugin[hf]'"
                          ) from error
     return safetensors
