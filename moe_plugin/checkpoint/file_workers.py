@@ -113,9 +113,9 @@ class FileWorkers:
         """Start writing a file as soon as a worker is free.
 
         Args:
-            make: writes the file, in another thread. The iterator yields once, when only waiting
-                for the disk is left. `make` must call `check` regularly, and must close its file if
-                `check` raises.
+            make: writes the file, in another thread. The iterator yields once, after the file is
+                written and before it is flushed to the disk. `make` must call `check` regularly,
+                and must close its file if `check` raises.
         Raises:
             BaseException: the first error that the `make` of another file raised.
         """

@@ -27,7 +27,7 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings of the model or the run. For a plain checkpoint these are in `extra`."""
+    """Return the settings of the model or the run. A plain checkpoint stores them in `extra`."""
     extra = values.get("extra")
     found = [values.get(name) for name in ("settings", "model", "config")]
     if isinstance(extra, Mapping):

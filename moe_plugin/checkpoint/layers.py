@@ -188,7 +188,7 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
     """Return the state of a layer with all experts, as a single rank would have it.
 
-    The call is collective if the experts are spread over several ranks.
+    All ranks must call this function if the experts are spread over several ranks.
 
     Args:
         layer: the layer.

@@ -90,7 +90,7 @@ Others = Callable[[Derived], Derived]
 
 @dataclass(frozen=True)
 class NameRule:
-    """A tensor of a format, and the neutral tensors that it contains.
+    """A rule for a tensor of a format and the neutral tensors that it contains.
 
     Attributes:
         theirs: name in the format.
@@ -255,7 +255,7 @@ class NameTable:
 
 
 def _checked(one: Derived, name: str) -> Derived:
-    """Rename a tensor after checking its axes, whose number follows from an expert's neutral name.
+    """Rename a tensor. An expert's tensor must have as many axes as its neutral name implies.
     """
     layer, experts, last = name.rpartition("experts.")
     if experts and one.key[0] == MODEL and len(last.rpartition("_")[2]) != len(one.entry.shape):

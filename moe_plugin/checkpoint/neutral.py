@@ -32,10 +32,10 @@ the latent width.
     output.weight                        [V, D]         absent if it equals the embedding
 
 Rotary positions pair element i of a head with i + H/2, as in Hugging Face and Megatron. Optimizer
-fields have the same names and shapes. A source's `layers` has the prefixes `layers.N.moe.`, its
-`values["model"]` is `DecoderSettings.to_dict()`, and `values["step"]` is the number of updates. If
-the source has optimizer state, `values["optimizer"]` contains the entries named in
-`OPTIMIZER_VALUES`.
+fields have the same names and shapes. The keys of a source's `layers` are the prefixes
+`layers.N.moe.`. Its `values["model"]` is `DecoderSettings.to_dict()`, and `values["step"]` is the
+number of updates. If the source has optimizer state, `values["optimizer"]` contains the entries
+named in `OPTIMIZER_VALUES`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class DecoderSettings:
         router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings.
             With `normalize_top_k` the chosen scores are divided by max(sum + `normalize_add`,
             `normalize_min`), then multiplied by `router_scale`.
-        groups, group_top_k, group_scores: same as `router.groups`, ... of our settings; 0 groups
-            disables expert groups.
+        groups, group_top_k, group_scores: same as `router.groups`, `router.group_top_k`,
+            `router.group_scores` of our settings. With 0 groups, routing is not limited to groups.
         rotary_scaling: scaling of rotary positions, like `rope_scaling` of Hugging Face with
             "rope_type"; empty for no scaling.
         window: number of previous tokens that attention can see; 0 for all tokens.
@@ -225,7 +225,7 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
 
     Args:
         model: settings of the model.
-        checks: name of a setting, whether it fits, and the allowed values.
+        checks: for each setting, its name, whether it fits, and the allowed values.
         held: settings that the format can store; all other settings must have their default.
         extra: keys of `model.extra` that the format supports.
     """
@@ -258,7 +258,7 @@ def is_zero(source: Source, name: str) -> bool:
 
 
 def masters(source: Source) -> list[Derived]:
-    """Return float32 copies of the 16-bit parameters with optimizer state; empty if copies exist.
+    """Return float32 copies of the 16-bit parameters with optimizer state, unless copies exist.
     """
     trained = {name for field, name in source.entries if field != MODEL}
     if any(field == "master" for field, _ in source.entries):

@@ -59,9 +59,10 @@ def merge(states: Sequence[State],
     Args:
         states: one state per rank, in rank order, all with the same keys.
         layers: prefixes and origins of the MoE layers. Defaults to the layers in rank 0's state.
-            Pass them for states without layers, such as an optimizer's.
+            Pass the layers for states that do not contain them, such as optimizer states.
     Raises:
-        ValueError: the number of states differs from the group size, or they are not in rank order.
+        ValueError: the number of states differs from the group size, or states are not in rank
+            order.
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):
@@ -295,7 +296,7 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
 
 def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """Return expert-parallel size and shards of the ranks' layers, for `Source.describe`."""
+    """Return the expert-parallel size and the number of shards of the layers."""
     found = {}
     for name, key in (("ep", "ep_size"), ("shards", "shards")):
         given = sorted({origin[key] for origin in layers.values() if key in origin})
@@ -305,7 +306,8 @@ def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def bytes_of_ranks(source: Source, world: int, ep: int) -> int:
-    """Return the bytes of tensors that `world` ranks write: each its experts and all other tensors.
+    """Return the bytes of tensors that `world` ranks write; each writes its experts and all the
+    rest.
     """
     ahead, total = tuple(prefix + "experts." for prefix in source.layers), 0
     for (_, name), entry in source.entries.items():

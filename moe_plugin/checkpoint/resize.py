@@ -38,28 +38,30 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
     Call this function between `optimizer.step()` and the next forward pass, because gradients of
     experts are dropped. Layers remain the same objects, and so do all parameters except those of
-    the experts. The optimizer receives the new expert parameters with their state. Repeat any setup
-    of the old parameters: call `gradients.sync.reduce_experts` again if it was called before, or
-    pass the new groups to `sync_gradients`. The measurements of a tuner are lost. The call is
-    collective over `world`. The experts of one layer at a time are in memory twice.
+    the experts. The optimizer receives the new expert parameters with their state. Any setup of the
+    old parameters must be repeated. For example, call `gradients.sync.reduce_experts` again if it
+    was called before, or pass the new groups to `sync_gradients`. The measurements of a tuner are
+    lost. The call is collective over `world`. During the call, memory must hold two copies of one
+    layer's experts.
 
     Args:
         model: model of a plain training loop, wrapped or not.
-        optimizer: optimizer of all trainable expert parameters. Its state of a parameter must be
-            tensors of the parameter's shape or of one element, as in all optimizers of torch except
-            Adafactor. Moving averages of weights that are stored elsewhere need a separate call
-            without an optimizer. Optional.
+        optimizer: optimizer of all trainable expert parameters. The optimizer's state of a
+            parameter must consist of tensors of the parameter's shape or of one element, as in all
+            optimizers of torch except Adafactor. Moving averages of weights that are stored
+            elsewhere need a separate call without an optimizer. Optional.
         comm: the new group of this rank, of any size that fits the experts. In a group of size 1
             every rank has all experts.
         world: all data-parallel ranks. Defaults to the ranks of the default group.
         copies: tensors that the optimizer updates in place of parameters, such as float32 copies of
             16-bit weights, by parameter. Copies of expert parameters are replaced. Optional.
-    Returns: the experts' new parameters by the old parameters.
+    Returns: a mapping from the experts' old parameters to their new parameters.
     Raises:
-        ValueError: raised before any data is moved: custom experts, ranks with the same tokens,
-            experts that do not fit the group, groups of different sizes, parameters that are
-            sharded or missing in the optimizer, optimizer states of other shapes or that differ
-            between ranks.
+        ValueError: the model, the optimizer or the groups do not support the change. Reasons are
+            custom experts, ranks with the same tokens, experts that do not fit the group, groups of
+            different sizes, parameters that are sharded or missing in the optimizer, and optimizer
+            states that have other shapes or differ between ranks. The error is raised before any
+            data is moved.
     """
     world = default_comm() if world is None else world
     layers = named_layers_in(model)
@@ -146,7 +148,7 @@ def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimize
                   world: Comm) -> None:
     """Check that all ranks move the same tensors with the same optimizer state.
 
-    tensors: parameters and buffers that move.
+    tensors: parameters and buffers that will be moved.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     updated = {parameter for group in groups for parameter in group["params"]}
@@ -237,7 +239,7 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
 
 
 def _like(old: Tensor, value: Tensor) -> Tensor:
-    """Wrap a value like `old`: as a parameter if `old` is a parameter, with its requires_grad."""
+    """Return the value as a parameter if `old` is a parameter, with the same requires_grad."""
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 
@@ -271,7 +273,7 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _layout(place: Placement, name: str, local: Tensor, positions: Positions) -> TensorLayout:
-    """Describe which part of a parameter each rank of the world stores; axis 0 counts experts."""
+    """Describe which part of an expert parameter each rank of the world stores."""
     axis, shards = SHARD_AXIS[name], place.shards
     shape = [place.experts, *local.shape[1:]]
     shape[axis] *= shards

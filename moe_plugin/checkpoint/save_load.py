@@ -1,6 +1,6 @@
 """Checkpoints of plain PyTorch training, written atomically and readable by any number of ranks.
 
-`formats.plain` describes the files. Their checksums are verified before anything is loaded.
+`formats.plain` describes the files. Loading verifies the checksums of the files first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _group_of(model: nn.Module) -> Comm:
-    """Return the group of the model's layers. Without it every rank would write the file of all."""
+    """Return the group of the model's layers, so that ranks do not write the same file.
+    """
     from moe_plugin.layer import layers_in  # slow to import, so only imported if there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
@@ -117,7 +118,7 @@ def _group_of(model: nn.Module) -> Comm:
 
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
-    """Raise if adapters wrap spread experts: their parameters have no common axis to join."""
+    """Raise `ValueError` if adapters wrap spread experts, because adapters cannot be joined."""
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():
@@ -131,7 +132,7 @@ def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
 
 
 def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
-    """Raise if the writing ranks are not the ranks that share the experts."""
+    """Raise `ValueError` if the writing ranks are not the ranks that share the experts."""
     for prefix, origin in moe_layers(state).items():
         if origin["ep_size"] != comm.size:
             raise ValueError(
@@ -170,8 +171,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
          leave: Leave | None = None) -> dict[str, Any]:
     """Load a checkpoint into this rank's model and optimizer. Nothing changes if reading fails.
 
-    Any number of ranks may have written it. All ranks of `comm` (see `save`) must call this
-    function: each rank verifies some of the files and reads only the tensors that it stores.
+    Any number of ranks may have written the checkpoint. All ranks of `comm` (see `save`) must call
+    this function. Each rank verifies some of the files and reads only the tensors that it stores.
 
     Args:
         leave: returns the names of model tensors that are not loaded, such as a head for other
@@ -230,7 +231,7 @@ def _as_saved(source: Path) -> Iterator[None]:
 def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
     """Return folder and index of the checkpoint, the same on all ranks.
 
-    If the checkpoint is missing or damaged, use its predecessor in `DIRECTORY.old`, if it exists.
+    If the checkpoint is missing or damaged, the predecessor in `DIRECTORY.old` is loaded.
     """
     old = target.with_name(target.name + ".old")
     [older, found] = comm.agree_max([float(old.exists()), float(target.exists())])
@@ -335,10 +336,10 @@ def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
 
 
 def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the state belongs to another optimizer class, which would fail later.
+    """Raise `ValueError` if the state belongs to another optimizer class, which would fail later.
 
-    Versions of torch add flags, and schedulers add settings. Two optimizer classes are different if
-    each has settings other than flags that the other lacks.
+    Versions of torch add flags, and schedulers add settings. So two classes count as different only
+    if each has a setting (not a flag) that the other lacks.
     """
     numbers = {name for name, value in optimizer.defaults.items()
                if value is not None and not isinstance(value, bool)}

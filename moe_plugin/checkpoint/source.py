@@ -59,7 +59,8 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` if a file does not match its checksum; skip files without one."""
+    """Raise `CheckpointError` if a file does not match its checksum; skip files without a checksum.
+    """
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
                                    "use another checkpoint"):
@@ -92,7 +93,7 @@ class TensorEntry:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Return whether a data type stores quantization codes, which need scales: 1-byte floats."""
+    """Return whether a data type stores quantization codes: one-byte floats, which need scales."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -124,7 +125,7 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
 
 
 def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
-    """Yield windows of at most `limit` bytes, but at least one element, in memory order."""
+    """Yield windows that cover a tensor in memory order, each of at most `limit` bytes."""
     row, axis = entry.dtype.itemsize, len(entry.shape)
     while axis > 0 and row * entry.shape[axis - 1] <= limit:
         axis -= 1
@@ -382,7 +383,7 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def every(one: Derived, first: int, step: int, axis: int) -> Derived:
-    """Return elements `first`, `first + step`, ... along an axis; a remainder is left out."""
+    """Return every `step`-th element along an axis, from `first` on; a remainder is left out."""
     before, size = (slice(None),) * axis, one.entry.shape[axis] // step
     shape = (*one.entry.shape[:axis], size, *one.entry.shape[axis + 1:])
 
@@ -396,7 +397,7 @@ def every(one: Derived, first: int, step: int, axis: int) -> Derived:
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """Interleave tensors of one shape along an axis (reverse of `every`); the first one names it.
+    """Interleave tensors of one shape along an axis; the result has the key of the first tensor.
     """
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
@@ -412,7 +413,9 @@ def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
-    """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The first one names it."""
+    """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The result has the first
+    key.
+    """
     return joined([_with_axis(one) for one in parts], 0)
 
 

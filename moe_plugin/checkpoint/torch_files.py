@@ -101,7 +101,7 @@ def _place_of(path: Path, tensor: Tensor, part: tuple[int, int],
 
 
 def _structure(load: Callable[..., Any]) -> Any:
-    """Call `load` so that its tensors have file offsets instead of values."""
+    """Return the result of `load`, in which tensors have file offsets instead of values."""
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
@@ -190,8 +190,7 @@ def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 class SealedWriter:
-    """A writer of `torch.save` files that reads `Derived` tensors block by block and adds
-    checksums.
+    """A writer of `torch.save` files with checksums, which reads `Derived` tensors block by block.
 
     Two files are written at a time if two cores are available. The disk writes data in the
     background; all files are on the disk when the context ends. Tensors that are read by the same

@@ -65,7 +65,7 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
 def check(file: Any, what: str, cause: BaseException | None = None) -> None:
     """Raise `UntrustedFile` if a `torch.save` file references classes that are not listed.
 
-    Listed are the classes in `torch.serialization.safe_globals`. No code in the file runs.
+    The listed classes are those in `torch.serialization.safe_globals`. No code in the file runs.
 
     Args:
         file: path or stream.

@@ -1,16 +1,16 @@
 """Upcycling: conversion of a dense model to a Mixture of Experts that initially computes the same.
 
 Copy: every expert is a copy of the layer's MLP, routers are random, and the weights of the chosen
-experts sum to 1, so that any choice gives the MLP's output. Source: Komatsuzaki et al. 2023, Sparse
-Upcycling.
+experts sum to 1, so that any choice gives the MLP's output. Source: Komatsuzaki and others 2023,
+Sparse Upcycling.
 
 Granular: the MLP is cut along its inner width into G pieces, and the experts are E / G copies of
 the G pieces: expert c * G + g has piece g of copy c. The output equals the MLP's output only if
 every piece is chosen equally often with equal weights. Therefore the router starts with one random
 row per copy, which the copy's G experts share (a virtual group). The G experts have equal scores,
 so for a top_k that is a multiple of G the router always chooses whole groups. The weights of each
-piece then sum to 1 / G, which a factor of G on the output matrices compensates. Source: He et al.
-2024, Upcycling Large Language Models into Mixture of Experts, section "virtual group
+piece then sum to 1 / G, which a factor of G on the output matrices compensates. Source: He and
+others 2024, Upcycling Large Language Models into Mixture of Experts, section "virtual group
 initialization". Here the factor is applied only to the output matrix, where it is exact for every
 activation.
 """
@@ -102,7 +102,7 @@ class Upcycling:
 def upcycle(source: Source, plan: Upcycling) -> View:
     """Return a lazy view of a neutral dense model as a neutral Mixture of Experts.
 
-    Optimizer state does not fit the new model. It is left out, which is logged.
+    Optimizer state does not fit the new model, so it is left out, and this is logged.
 
     Raises:
         CheckpointError: the model already has MoE layers, or no MLP can become experts.
@@ -236,7 +236,7 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source that has the names of a format as a new checkpoint; remove it on failure.
+    """Write a source with a format's names as a new checkpoint; remove partial files on failure.
 
     Raises:
         CheckpointError: the target exists, the format cannot store the source, or the disk is full.

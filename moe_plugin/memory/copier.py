@@ -43,7 +43,7 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Memory on the device used by a feature that moves data, for reports.
+    """Device memory used by a feature that moves data, for reports.
 
     Attributes:
         resident_bytes: maximum of the last step; 0 if unknown.
@@ -91,7 +91,9 @@ class Ticket:
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Wait on the host, before it overwrites the job's source or reads the job's result."""
+        """Make the host wait. Needed before the host overwrites the job's source or reads its
+        result.
+        """
         self.wait()
         if self.event is not None:
             self.event.synchronize()
@@ -200,14 +202,13 @@ class Copier:
         return self._thread
 
     def settle_device(self) -> None:
-        """Replace a GPU without index by the caller's current GPU, which the thread may not share.
+        """Replace a GPU without index by the caller's current GPU; the thread may have another one.
         """
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Record the caller's position in its stream, which may still read data that a copy
-        overwrites.
+        """Record an event in the caller's stream, which may still read data that a copy overwrites.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))

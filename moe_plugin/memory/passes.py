@@ -91,7 +91,7 @@ def give_back_free_memory() -> None:
 
 
 def absent(like: Tensor) -> Tensor:
-    """Return a tensor of this shape that needs no memory: a single NaN (0 for integers), expanded.
+    """Return an expanded tensor of this shape that stores a single value: NaN, or 0 for integers.
     """
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
@@ -222,16 +222,17 @@ def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _values(module: nn.Module) -> dict[Place, Tensor]:
-    """Copy the buffers. Version counters do not suffice: some kernels update statistics unnoticed.
+    """Copy the buffers. Version counters cannot detect changes, because some kernels update
+    statistics unnoticed.
     """
     return {place: buffer.clone() for place, buffer in _buffers(module)}
 
 
 @contextmanager
 def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) -> Iterator[None]:
-    """Undo changes of a module's buffers when the block ends.
+    """Restore a module's buffers at the end of the context.
 
-    This is for running statistics, which must see only one of two passes.
+    Running statistics, for example, must include only one of two passes.
 
     Args:
         module: the module.

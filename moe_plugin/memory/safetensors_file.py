@@ -1,7 +1,7 @@
 """Safetensors files that are read instead of memory-mapped.
 
 If another process truncates the file meanwhile, a read fails with an error, whereas an access to a
-map would end the process with SIGBUS. Memory limits do not count pages of the file.
+map would end the process with SIGBUS. Pages of the file do not count toward memory limits.
 
 Layout: 8 bytes with the length of a JSON header, the header, the values. Source: the format's
 description at github.com/huggingface/safetensors.

@@ -52,7 +52,7 @@ class Tier(ABC):
     """Storage for tensors that is larger and slower than the device."""
 
     def put(self, x: Tensor) -> TierTensor:
-        """Store a copy of x and wait for it. `TierError`: there is no space; x is unchanged."""
+        """Store a copy of x and wait for it. Raises `TierError` if there is no space."""
         held = self._room(x)
         self._write([(held, x)])
         return held
@@ -61,8 +61,8 @@ class Tier(ABC):
                   ) -> tuple[list[TierTensor], Ticket]:
         """Start storing several tensors in the background.
 
-        The tensors must not change until the ticket is done. They are stored only after waiting for
-        the ticket, which raises `TierError` if there is no space.
+        The tensors must not change until the ticket is done. Waiting for the ticket completes the
+        storage, and raises `TierError` if there is no space.
         """
         held = [self._room(x) for x in tensors]
         pairs = list(zip(held, tensors, strict=True))
@@ -74,7 +74,9 @@ class Tier(ABC):
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to their space; if one does not fit, the space of all is freed."""
+        """Write tensors to their space. If a tensor does not fit, the space of all tensors is
+        freed.
+        """
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
@@ -98,8 +100,8 @@ class Tier(ABC):
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """Move stored tensors to memory and free their space. `TierError`: all of them remain
-        stored.
+        """Move stored tensors to memory and free their space. After a `TierError`, all tensors
+        remain stored.
         """
         made = [torch.empty(one.shape, dtype=one.dtype) for one in held]
         for one, target in zip(held, made, strict=True):
@@ -165,7 +167,8 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """Storage in one unnamed file in a folder. The file disappears with the process in any case.
+    """Storage in one unnamed file in a folder. The file disappears when the process ends for any
+    reason.
 
     Args:
         folder: folder on a disk; created if it is missing.
@@ -282,7 +285,9 @@ class TierBuffer:
         self.tier.read_into(self.held, flat_N)
 
     def settle(self) -> None:
-        """Wait for a started `put`. `TierError`: it did not fit, and the old buffer remains."""
+        """Wait for a started `put`. Raises `TierError` if the buffer did not fit; the old buffer
+        remains.
+        """
         if self._ticket is None:
             return
         ticket, before = self._ticket, self._before
@@ -307,7 +312,7 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 
 
 def write_values(file: int, offset: int, x: Tensor) -> None:
-    """Write a tensor's values into an open file. `OSError`: the values do not fit."""
+    """Write a tensor's values into an open file. Raises `OSError` if the values do not fit."""
     values = _bytes(x.detach().to("cpu").contiguous())
     while values:
         written = os.pwrite(file, values, offset)

@@ -58,7 +58,7 @@ class CheckpointSizes:
         """Return the number of ranks for a format with one file per expert-parallel rank.
 
         Args:
-            usual: the number if neither `world` nor `ep` is set.
+            usual: number of ranks if neither `world` nor `ep` is set.
         Raises:
             ValueError: `world` and `ep` differ.
         """
@@ -77,8 +77,8 @@ class WriteProgress:
     """Callbacks through which a writer reports progress. This base class does nothing.
 
     A writer calls `keeps(name)` for each file (a path within the written folder) and skips the file
-    if the result is True. It calls `advance` as bytes are written, and `wrote(name)` when the file
-    is complete, closed and flushed to disk. Any thread may call `advance` and `wrote`.
+    if the result is True. The writer calls `advance` as bytes are written, and `wrote(name)` when
+    the file is complete, closed and flushed to disk. Any thread may call `advance` and `wrote`.
     """
 
     def keeps(self, name: str) -> bool:
@@ -117,11 +117,12 @@ class Format(ABC):
     Attributes:
         name: registered name.
         sizes: fields of `CheckpointSizes` that the format supports, without "dtype".
-        views_as: functions that return a view of a source of this format with the names of another
-            format, by the other format. "neutral" denotes the names of
+        views_as: maps the name of another format to a function that converts a source of this
+            format to the names of the other format. "neutral" denotes the names of
             `moe_plugin.checkpoint.neutral`. The functions raise `CheckpointError` with the name of
             a tensor or setting that the target format cannot represent.
-        views_of: like `views_as`, but from the other format to this format.
+        views_of: maps the name of another format to a function that converts a source of the other
+            format to the names of this format.
         becomes: formats to which and from which this format is converted; empty for all reachable
             formats.
     """

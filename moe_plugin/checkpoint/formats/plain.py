@@ -188,7 +188,8 @@ def part_of_rank(source: Source, rank: int, size: int,
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view with neutral names, if the source has neutral names or names of `transformers`.
+    """Return a view with neutral names. The source must have neutral names or names of
+    `transformers`.
 
     Names of `transformers` are recognized by an "hf_config" in `extra`.
     """
@@ -204,7 +205,9 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view as a plain checkpoint. A plain checkpoint may have any names."""
+    """Return a view of a neutral source as a plain checkpoint. A plain checkpoint may have any
+    names.
+    """
     extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
     values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
     if optimizer is not None:  # a neutral source has a single group

@@ -89,7 +89,7 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return the files of a pattern by rank; of several sizes, return the one with the most files.
+    """Return the files of a pattern by rank, for the value of `{size}` with the most files.
     """
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
@@ -183,7 +183,7 @@ def _number(value: Any) -> Any:
 def to_plain(source: Source) -> View:
     """Return a view that maps Tutel's names to the names of a model with our layers."""
     tensors = _table(source).neutral(map(source.tensor, source.entries), _outside(
-        source, "MoELayer has no counterpart of Tutel's tensor", NAMES))
+        source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
@@ -193,7 +193,7 @@ def from_plain(source: Source) -> View:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
     tensors = _table(source).theirs(source, _outside(
-        source, "Tutel's layer has no counterpart of tensor", (ours for ours, _ in NAMES.values())))
+        source, "Tutel's layer has no counterpart for tensor", (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()
                        if not name.endswith("_extra_state")}
                for field, column in source.values.get(COLUMNS, {}).items()}
@@ -206,7 +206,7 @@ def _table(source: Source) -> NameTable:
 
 
 def _outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """Return a function that keeps tensors outside of MoE layers and raises for tensors inside.
+    """Return a function that keeps tensors outside of MoE layers and raises for those inside.
 
     Args:
         missing: start of the error message for a tensor inside a layer.

@@ -4,8 +4,8 @@ One step swaps all blocks and measures the bytes of each block and the bandwidth
 next steps recompute all blocks and measure the seconds of each block: one warm-up step, then steps
 until two of them agree. All these steps stay far below a limit that a plan can meet, and compute
 the same bits as every other policy. Then the planner chooses policies
-(`moe_plugin.planner.offload.activation_plan`). Occasional steps are measured again. If such a step
-is much faster, the machine was busy before, and everything is measured again.
+(`moe_plugin.planner.offload.activation_plan`). Occasional steps are measured again. If the new time
+is much shorter, the machine was busy before, and everything is measured again.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
         throttle: maximal bytes/s of the tier, for tests. Defaults to no limit.
         smallest: size from which a storage is swapped, in bytes or as a text such as 64KiB.
         names: names of the blocks. Defaults to their numbers.
-        contexts: functions that create further contexts of a recomputed pass, for example for a
-            host's own random state.
-        comm: for auto, ranks that have the same blocks and must choose the same policies.
-            Collective.
+        contexts: functions that create additional contexts of a recomputed pass, for example to
+            restore a host's random state.
+        comm: for auto, ranks that have the same blocks and must choose the same policies; all of
+            them call this function.
         profile: file for the measurements of auto, which `moe-plugin plan --memory` reads.
 
     Returns: the active policies. Call their `after_step()` after each training step.
@@ -216,7 +216,7 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """Measure a step occasionally; restart all measurements if the old times were too slow.
+        """Measure a step occasionally; restart all measurements if the old times were too long.
 
         The call is collective after such a step.
         """

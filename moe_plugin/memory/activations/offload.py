@@ -46,7 +46,8 @@ class Order:
     Attributes:
         waits, backward_waits: for the forward or backward pass of a block, the last block whose
             outgoing copies must be complete before it.
-        fetches: for the backward pass of a block, the blocks whose copies back start with it.
+        fetches: for each block, the blocks that are copied back to the device when its backward
+            pass starts.
     """
 
     waits: Mapping[int, int] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return an order in which one block is copied while the next one in the pass computes.
+    """Return the order in which one block is copied while the next block of the pass computes.
 
     At most the activations of two swapped blocks are on the device.
     """
@@ -209,7 +210,7 @@ class Activations(RunFeature):
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Call this after each training step on all ranks. A new peak is counted from here."""
+        """Start counting a new peak. Call this method after each training step on all ranks."""
         self._step_peak = self.ledger.peak
         self.ledger.restart()
         idle = self._number == self._passes_before and set(self.policies) != {"keep"}

@@ -3,7 +3,7 @@
 torch's saved-tensor hooks provide the tensors that autograd saves. Storages are copied, not
 tensors. Views of one storage are moved once and restored with their original strides and alignment,
 so that backward computes the same bits. A copy to the tier starts when autograd saves a tensor. A
-copy back starts ahead of use by `fetch`, or when backward needs the tensor.
+copy back to the device is started by `fetch` ahead of use, or when backward needs the tensor.
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ class SwappedStorage:
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether this is x's storage with the current values of x."""
+        """Return whether this object represents the storage and the current values of x."""
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until the storage has left the device. `SwapError`: the tier could not store it."""
+        """Wait until the storage has left the device. Raises `SwapError` if the tier could not
+        store the bytes.
+        """
         self._wait(self._out, "out to")
         self._left.wait()
 
@@ -188,11 +190,11 @@ class _View:
 
 
 class Swapper:
-    """State that all swapped passes of a process share.
+    """The state that all swapped passes of a process share.
 
     Args:
         tier: tier for the activations.
-        copier: copier whose thread moves the activations; its device is their device.
+        copier: copier that moves the activations in its thread. The activations are on its device.
         smallest: size in bytes from which a storage is swapped.
 
     Attributes:
@@ -298,7 +300,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def swappable(x: Tensor) -> bool:
-    """Return whether a tensor consists only of bytes in a storage."""
+    """Return whether the bytes of its storage represent a tensor completely."""
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
             and not x.is_quantized and not x.is_complex() and not x.is_neg()
             and not x.is_inference() and x.device.type in ("cpu", "cuda") and x.numel() > 0)

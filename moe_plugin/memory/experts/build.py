@@ -1,4 +1,4 @@
-"""Creation of the experts of one rank for every kind of storage."""
+"""Creation of the experts of one rank, on the device or in another storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_plugin.memory.experts.stored import StoredExperts
 
 def build_experts(config: MoEConfig, place: Placement, host: HostContext,
                   factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
-    """Build this rank's experts in the storage that `experts.store` selects.
+    """Build this rank's experts in the storage that is selected by `experts.store`.
 
     Args:
         config: settings of the layer.
@@ -24,7 +24,7 @@ def build_experts(config: MoEConfig, place: Placement, host: HostContext,
         host: context of the host.
         factory, where: see `build_device_experts`.
     Raises:
-        ValueError: the settings contradict each other or the file of experts.
+        ValueError: the settings contradict each other, or do not match the file of experts.
     """
     if config.experts.store == "device":
         return build_device_experts(config, place, host, factory, **where)

@@ -25,7 +25,7 @@ Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """A policy that chooses which expert is evicted. It observes every use.
+    """A policy that chooses which expert is evicted. The policy observes every use of an expert.
 
     Policies do not depend on time, so that runs are reproducible. A subclass overrides `worth` or
     `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
@@ -58,7 +58,8 @@ class CachePolicy:
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """Return the worth of an expert. The least worth is evicted; among equals, the oldest use.
+        """Return the worth of an expert. The expert of least worth is evicted, and the least
+        recently used one among equals.
         """
         raise NotImplementedError
 
@@ -94,7 +95,7 @@ class LeastFrequentlyUsed(CachePolicy):
 
 @policies.register("next-layer")
 class NextLayer(CachePolicy):
-    """Evict an expert of the layer that computes last from now on.
+    """Evict an expert of the layer that computes last, counted from the current layer.
 
     Layers compute in a repeated order, so the current layer's own experts are needed last.
     """
@@ -137,7 +138,7 @@ class CacheSpec:
     Attributes:
         shapes: (name, shape of one expert's part) of each parameter.
         dtype, device: data type and device of the slots.
-        limit: bytes of all slots; 0 for twice the most experts that a call of a layer uses.
+        limit: bytes of all slots; 0 for twice the maximal number of experts that a call uses.
         policy: registered name of the policy.
         throttle: maximal bytes/s of the tier, or None for no limit.
         rank: rank in the expert-parallel group.
@@ -238,7 +239,7 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], fetch: Fetch,
                  counters: StoreCounters) -> None:
-        """Start loading experts that a later call may request, as far as there are slots.
+        """Start loading experts that a later call may request, if there are slots for them.
 
         For the arguments see `use`.
         """

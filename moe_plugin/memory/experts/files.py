@@ -30,7 +30,7 @@ class ExpertFile:
     Attributes:
         name: name for messages.
         dtype: data type of the values.
-        writable: whether the file was created by `own_file`.
+        writable: whether the file was created by `own_file` and may be changed.
         shapes: shape of one expert's part of each parameter.
         local: L, the number of local experts.
     """
@@ -63,9 +63,9 @@ class ExpertFile:
     def mapped(self) -> dict[str, Tensor]:
         """Map a file created by `own_file`: [L, ...] by parameter.
 
-        Pages are read on first use; writing to the tensors changes the file. Mapping is safe
-        because the file has no name, so other processes cannot truncate it, which would end a
-        process that uses a page beyond its end.
+        Pages are read on first use; writing to the tensors changes the file. If a mapped file were
+        truncated, a process that uses a page beyond its end would be killed. Other processes cannot
+        open and truncate this file, because the file has no name.
 
         Raises:
             TierError: the file is shorter than the data that was written.
@@ -99,7 +99,7 @@ class ExpertFile:
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """Create an unnamed file for `local` experts, which disappears with the process.
+    """Create an unnamed file for `local` experts. The file disappears with the process.
 
     Raises: ValueError: the folder cannot be created or written.
     """

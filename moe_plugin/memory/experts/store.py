@@ -93,7 +93,9 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """A value that differs after the parameters changed: autograd's versions and addresses."""
+        """A value that changes when a parameter changes: the versions and addresses of all
+        parameters.
+        """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 
@@ -233,7 +235,7 @@ class ExpertStore:
             self._join(spec)
 
     def room(self, experts: int) -> int:
-        """Return how many of this many experts can compute at a time. See `ExpertCache.room`."""
+        """Return how many of `experts` experts can compute at a time. See `ExpertCache.room`."""
         return self.cache.room(experts)
 
     @contextmanager

@@ -39,10 +39,10 @@ from moe_plugin.utils.regular_files import check_input
 class StoredExperts(Experts):
     """Feed-forward experts of any kind that are stored outside of the device.
 
-    Only the computing experts are on the device. In host memory, the experts are ordinary
-    parameters, which stay there when the layer moves to a device. In a file, they are not
-    parameters: `state_dict` returns tensors that are mapped from the file (or from a copy, if
-    others can change the file), and loading writes one expert at a time.
+    Only experts that are computing have a copy on the device. In host memory, the experts are
+    ordinary parameters, which stay there when the layer moves to a device. Experts in a file are
+    not parameters. For them, `state_dict` returns tensors that are mapped from the file (or from a
+    copy, if others can change the file), and loading writes one expert at a time.
 
     Attributes:
         store: see `ExpertStore`.
@@ -306,7 +306,7 @@ def stored_names(model: nn.Module) -> set[str]:
 
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
-    """A context in which the state of experts in files has tensors of the meta device."""
+    """A context in which `state_dict` returns meta tensors for experts in files."""
     found = [module for module in model.modules() if isinstance(module, StoredExperts)]
     for module in found:
         module._values_wanted = False
@@ -325,7 +325,9 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """The experts' rows; backward fetches the weights and computes the result again."""
+    """The computation of the experts' rows. Backward fetches the weights and computes the rows
+    again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: StoredExperts,
@@ -372,7 +374,7 @@ class Refetched(torch.autograd.Function):
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and gates; add those of active experts' parameters to `sums`."""
+    """Return the gradients of x and gates; store those of active experts' parameters in `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()

@@ -31,11 +31,12 @@ class StreamedBlock:
         module: module on the device.
         make_optimizer: creates the optimizer for the trained parameters.
         tier: tier for weights, gradients and optimizer state. With host memory, the optimizer runs
-            there, and the device has a copy of the weights. With files, weights and state are
-            loaded into memory, stepped, and written back. None keeps everything on the device.
+            on the host, and the device has a copy of the weights. With files, weights and state are
+            loaded into memory, stepped, and written back. Without a tier, everything stays on the
+            device.
         main_weights: the optimizer updates a float32 copy of each 16-bit parameter, the main
-            weight, which is stored with the optimizer's state. The device receives its rounded
-            values.
+            weight, which is stored with the optimizer's state. The device receives the rounded main
+            weights.
 
     Attributes:
         layout: layout of the weights in one buffer.
@@ -82,8 +83,8 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return the parameters with `values` in place of those in `mains`; marks of hosts are
-        copied.
+        """Return the parameters, with new parameters for `mains` that keep the attributes set by
+        hosts.
         """
         found = list(self.params)
         for i, x in zip(self.mains, values, strict=True):
@@ -137,7 +138,7 @@ class StreamedBlock:
         return self._coming
 
     def attach(self, flat_N: Tensor) -> None:
-        """Use the weights in this buffer from now on."""
+        """Let the module use the weights in this buffer from now on."""
         self._weights.settle()  # the fetched weights are those whose write is completed here
         self._flat_N = flat_N
         for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
@@ -160,8 +161,8 @@ class StreamedBlock:
         Args:
             copier: the copier.
             room: buffer for optimizer state.
-            scale: changes gradients in place; they must have been stored with `keep_gradients`.
-                Defaults to the gradients that backward left.
+            scale: changes the gradients in place; requires a previous call of `keep_gradients`. By
+                default, the optimizer uses the gradients of backward unchanged.
         Returns: whether the attached weights are the updated weights.
         """
         if scale is None and self.stepped is not self.graded:
@@ -212,7 +213,8 @@ class StreamedBlock:
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
-        """Wait for the copy started by `keep_gradients`. `TierError`: there is no space."""
+        """Wait for the copy started by `keep_gradients`. Raises `TierError` if there is no space.
+        """
         if self._aside is not None:
             _, _, ticket = self._aside
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory

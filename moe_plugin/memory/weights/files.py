@@ -28,8 +28,7 @@ from moe_plugin.utils.regular_files import check_input, make_folder, move_into_p
 
 # Segments of a model with streamed weights, planned from measurements of its blocks.
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:
-    """Return the blocks in the form of the planner, with the values of the last step per
-    micro-batch.
+    """Return the planner's description of the blocks, from measurements of the last step.
 
     Gradients and optimizer state are not part of a segment, because they exist for only one block
     at a time.
@@ -117,9 +116,9 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     Args:
         trainer: the trainer.
         folder: the folder.
-        beside: returns additional tensors of a block, by its number, which `read_beside` reads.
-            Optional.
-        finite: raise an error and write nothing if a number is not finite.
+        beside: function of a block's number that returns additional tensors to save; `read_beside`
+            reads them. Optional.
+        finite: raise an error and write nothing if a value is not finite.
     Raises:
         ValueError: the folder cannot be written; the message contains the reason.
         FloatingPointError: see `finite`; the message names block and tensor.
@@ -231,7 +230,7 @@ def _key(name: str) -> tuple[int, str]:
 
 
 def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Return the single numbers of the optimizer's state, as text."""
+    """Return the scalars in the optimizer's state as text."""
     return {f"{_STATE}{i}.{name}": repr(float(x))
             for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 

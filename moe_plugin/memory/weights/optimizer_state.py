@@ -21,7 +21,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
              ) -> dict[tuple[int, str], Tensor]:
-    """Return the state tensors: scalars (such as step counts) if `numbers` is set, else the others.
+    """Return the scalars of the state (such as step counts) if `numbers` is set, else the tensors.
     """
     if optimizer is None:
         return {}
@@ -39,7 +39,8 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 
 
 class OptimizerStateBuffer:
-    """Host memory for the optimizer state of one block at a time, as large as the largest state."""
+    """A host buffer for the optimizer state of one block at a time; its size is the largest state.
+    """
 
     def __init__(self) -> None:
         self._flat_N = aligned_buffer(0, "cpu")
@@ -71,7 +72,7 @@ class OptimizerStateBuffer:
 class StateInFiles:
     """Optimizer state in files, which is loaded into a shared buffer while its optimizer steps.
 
-    It also contains parameters whose weights are stored nowhere else.
+    The files also contain parameters whose weights are stored nowhere else.
     """
 
     def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:

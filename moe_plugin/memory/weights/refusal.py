@@ -58,7 +58,7 @@ def check_tier(tier: Tier, device: torch.device) -> None:
 
 
 def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    """Return the function that reduces gradients over ranks; it is required with several ranks."""
+    """Return the function that reduces gradients; raise `ValueError` if several ranks have none."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if gradients is None and ranks > 1:
         raise ValueError(

@@ -49,8 +49,8 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """A clipper for gradients that are not in memory together, such as
-    `moe_plugin.training.gradients.sync.PartedClip(1.0)`.
+    """An interface for clipping gradients that are not in memory together, such as
+    `PartedClip(1.0)` of `moe_plugin.training.gradients.sync`.
     """
 
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -90,12 +90,13 @@ class StreamedTrainer:
 
     Args:
         blocks: modules, or functions that create modules one at a time, so that the whole model is
-            never in memory. Each module accepts the previous module's output tensor. It returns a
-            tensor, or (tensor, loss) with a scalar loss that is added to the model's loss.
-        loss: `loss(output, target)`, a scalar whose gradient is accumulated. For the mean over
-            micro-batches, divide by their number here.
-        optimizer: creates an optimizer for a block's parameters, e.g. `partial(torch.optim.AdamW,
-            lr=1e-3, fused=True)`; it must treat each parameter independently.
+            never in memory. Each module accepts the previous module's output tensor. A module
+            returns a tensor, or (tensor, loss) with a scalar loss to add to the model's.
+        loss: `loss(output, target)`, a scalar whose gradient is accumulated. To train on the mean
+            over micro-batches, divide by their number in this function.
+        optimizer: creates an optimizer for a block's parameters, such as
+            `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Parameters must not affect each
+            other.
         tier: storage of the weights: `HostTier` for host memory, where the optimizer runs, or
             `DiskTier` for files, if the device is the CPU.
         device: device that computes.
@@ -103,11 +104,10 @@ class StreamedTrainer:
         resident: indices of blocks that always stay on the device.
         limit: bytes of the device for weights and, on a CPU, gradients and state of a block.
         throttle: maximal bytes/s of the tier, for tests and benchmarks.
-        overlap: copy the next segment while one computes; False only for comparisons.
+        overlap: copy the next segment while a segment computes. Use False only for comparisons.
         seed: seed of the random numbers of a block, micro-batch and step (`randomness`).
         gradients: called with each block's module after its backward pass, to reduce gradients over
-            ranks equally on all ranks, e.g. `BlockGradients(world)` of
-            `moe_plugin.hosts.plain.streamed`.
+            ranks, such as `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
         clip: clips gradients by the norm of all gradients. Gradients are stored in the tier until
             the norm is known, so no optimizer steps during backward. Optional.
         skip_not_finite: with `clip`, a step whose norm is not finite changes neither weights nor
@@ -216,7 +216,7 @@ class StreamedTrainer:
 
         Raises:
             ValueError: there are no micro-batches, or a block returns an invalid value.
-            TierError: a copy failed; the stored weights are those before the copy, and the other
+            TierError: a copy failed. The tier has the weights from before the copy, and the other
                 ranks end, too.
         """
         result = self.accumulate(micro_batches)
@@ -226,9 +226,9 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run the passes of a step. Without `clip`, this is the whole step.
+        """Run the passes of a step. Without `clip`, the optimizers step, too.
 
-        With `clip`, the tier stores the gradients for `update`. Arguments and errors: see `step`.
+        With `clip`, the tier stores the gradients for `update`. For errors see `step`.
         """
         if not micro_batches:
             raise ValueError("the step has 0 micro-batches; use at least 1 micro-batch")
@@ -357,8 +357,9 @@ class StreamedTrainer:
 
         Args:
             change: receives an iterator over the blocks' weights, each a list of copies in host
-                memory (parameters, then floating-point buffers). It changes them in place before it
-                requests the next block. It returns True to use the changed weights.
+                memory (parameters, then floating-point buffers). The function changes the copies in
+                place before it requests the next block. True means that the model must use the
+                changed weights.
         Returns: the result of `change`.
         Raises: TierError: the tier has no space for both versions; the weights are unchanged.
         """
@@ -388,7 +389,7 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def settle(self) -> None:
-        """Wait for all writes. `TierError`: a write failed."""
+        """Wait for all writes. Raises `TierError` if a write failed."""
         for block in self.blocks:
             block.settle()
 

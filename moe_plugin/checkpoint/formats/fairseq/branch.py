@@ -2,10 +2,10 @@
 
 The shared file contains everything except the experts. Each rank's file contains its experts,
 numbered from 0, and their optimizer state. All files contain settings and histories. If there are
-more ranks than experts, rank N has expert N modulo E. Here, tensors have the branch's names with an
-expert's number among all E experts, and optimizer state is stored by parameter name. Checkpoints of
-`--ddp-backend fully_sharded` store optimizer state in the pieces of fairscale's modules, without
-names, so only their model is converted.
+more ranks than experts, rank N has expert N modulo E. In a source of this format, tensors have the
+branch's names, and experts are numbered from 0 to E - 1. Optimizer state is stored by parameter
+name. Checkpoints of `--ddp-backend fully_sharded` store optimizer state in the pieces of
+fairscale's modules, without names, so only their model is converted.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _step(state: State) -> int | None:
 def _values(shared: State, unread: bool) -> dict[str, Any]:
     """Return the values of the source.
 
-    unread: the optimizer state has no names here, so writers require `--model-only`.
+    unread: whether the optimizer state could not be assigned to parameters, so that writers require
+    `--model-only`.
     """
     rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
     optimizer = shared.get(_OPTIMIZER)

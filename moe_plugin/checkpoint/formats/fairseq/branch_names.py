@@ -8,9 +8,9 @@
     PREFIXmoe_layer.experts.i.fc2.weight   [D, F]   PREFIXmoe_layer.moe.experts.w_out_LFD [E, F, D]
     PREFIXmoe_layer.experts.i.fc2.bias     [D]      PREFIXmoe_layer.moe.experts.bias_out_LD  [E, D]
 
-All other names are the same. Optimizers identify parameters by their number in the model. The
-branch registers an MoE layer before its transformer layer's `final_layer_norm`, our models register
-it after the norm.
+All other names are the same in both. Optimizers identify parameters by their position in the model.
+The branch registers an MoE layer before its transformer layer's `final_layer_norm`, whereas our
+models register it after the norm.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def to_branch(source: Source) -> View:
     def others(one: Derived) -> Derived:
         if one.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
-                f"the branch's MoE layer has no counterpart of {one.key[1]!r}; its gate is a "
+                f"the branch's MoE layer has no counterpart for {one.key[1]!r}; its gate is a "
                 "single linear map, and its experts have two layers with biases")
         return one
 

@@ -45,7 +45,7 @@ def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) ->
 
 
 def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[list[str]]:
-    """Return the possible lists of a model's parameter names, in their order.
+    """Return the candidate lists of a model's parameter names, each in the model's order.
 
     The candidates are all tensors, the tensors without tied duplicates, and the tensors without the
     output projection. For the arguments see `trained_names`.

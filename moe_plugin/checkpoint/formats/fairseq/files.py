@@ -197,8 +197,8 @@ def check_manifest(state: Mapping[str, Any]) -> None:
 def load(file: Any, **options: Any) -> Any:
     """Call `torch.load` for plain values, tensors and the classes that fairseq saves.
 
-    `--trust-checkpoint` allows any class. It is read from the command line, because fairseq does
-    not pass its settings to the functions that load files.
+    `--trust-checkpoint` allows any class. The option is read from the command line, because fairseq
+    does not pass its settings to the functions that load files.
 
     Raises:
         UntrustedFile: the file (path or stream) references other classes.
@@ -234,7 +234,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         wanted: manifest entries that must match.
         group: data-parallel ranks, or None for a single rank.
     Raises:
-        ValueError: raised on every rank, with the reason of the first rank that has one.
+        ValueError: raised on every rank, with the error of the first rank that refuses its file.
     """
     mine = _survey(filename, wanted)
     everyone: list[_Survey] = gather(mine, group)
@@ -259,7 +259,7 @@ def gather(value: Any, group: Any) -> list[Any]:
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """Return the newest step with a complete file on every rank, under any name, newest first."""
+    """Return this rank's file of the newest step for which every rank has a complete file."""
     paths = _older(filename, wanted)
     everyone = gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):

@@ -1,8 +1,9 @@
 """Our fairseq checkpoints as a format: a single file, or a file for each data-parallel rank.
 
-One process writes `checkpoint_last.pt`, several processes write `checkpoint_last-rank-N.pt`. The
-tensors are the weights of model and criterion, optimizer state by parameter name, and averaged
-weights. All other entries of the files (settings, histories, iterator, meters) are rank 0's.
+A single process writes `checkpoint_last.pt`, and several processes write
+`checkpoint_last-rank-N.pt`. The tensors are the weights of model and criterion, optimizer state by
+parameter name, and averaged weights. All other entries of the files (settings, histories, iterator,
+meters) come from rank 0.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Written:
 
 
 def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
-    """Read a file whose tensors stay on disk. Its checksum is not verified.
+    """Read a file whose tensors stay on disk. The checksum of the file is not verified.
 
     Raises:
         CheckpointError: the file is truncated, damaged or not a checkpoint of fairseq.
@@ -88,8 +89,7 @@ def _check_content(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """Raise for a file of `--use-sharded-state`, which has parts of tensors with names of
-    fairscale.
+    """Raise `CheckpointError` for a file of `--use-sharded-state`, which has only parts of tensors.
     """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
@@ -239,7 +239,7 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
 
 def state_by_index(columns: Mapping[str, Mapping[str, Any]],
                    order: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return an optimizer's state by the number of a parameter in `order`."""
+    """Return an optimizer's state by the index of the parameter in `order`."""
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
         found = {field: column[name] for field, column in columns.items() if name in column}

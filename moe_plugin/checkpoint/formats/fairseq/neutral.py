@@ -1,7 +1,7 @@
 """Upcycling of fairseq's dense decoder language models.
 
-This module converts tensors and settings to neutral names, and those of the resulting Mixture of
-Experts back to fairseq's names.
+This module converts tensors and settings of a dense model to neutral names. The module also
+converts the resulting Mixture of Experts to fairseq's names.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of a dense `fairseq` source with neutral names and settings, model tensors
-    only.
+    """Return a view of the model tensors of a dense `fairseq` source, with neutral names.
     """
     if source.layers:
         raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "

@@ -100,7 +100,7 @@ def fairseq_tensors(source: Source) -> Iterator[Derived]:
 
 
 def _without_place(one: Derived) -> Derived:
-    raise CheckpointError(f"fairseq's transformer_lm has no counterpart of tensor {one.key[1]!r}; "
+    raise CheckpointError(f"fairseq's transformer_lm has no counterpart for tensor {one.key[1]!r}; "
                           "choose another format")
 
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -> Written | None:
     """Return the newest complete checkpoint of this name if another number of ranks wrote it.
 
-    The result is the same on all ranks. None if the newest checkpoint fits this run.
+    The result is the same on all ranks. The result is None if the newest checkpoint fits this run.
 
     Args:
         filename: this rank's file.

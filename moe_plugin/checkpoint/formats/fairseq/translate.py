@@ -179,7 +179,8 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
     """Return the numbers of experts per token, initially and by `router.top_k_at`.
 
-    They are read from flag, file or branch flag, in this order. Invalid values are refused later.
+    The number is read from the flag, the file or the branch's flag, in this order. Invalid values
+    are refused later.
     """
     later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else
              in_file.get(_TOP_K_AT.path) or {})
@@ -194,8 +195,8 @@ def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str,
     """Translate the branch's flags to our settings.
 
     The branch has 2*ceil(S/E) slots for top-2 and ceil(S/E) slots for top-1, which both correspond
-    to capacity factor 1, and ceil(fraction*S) slots in evaluation. It normalizes top-2 weights
-    after dropping and leaves the top-1 weight unchanged.
+    to capacity factor 1, and ceil(fraction*S) slots in evaluation. The branch normalizes top-2
+    weights after dropping and leaves the top-1 weight unchanged.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
@@ -275,7 +276,7 @@ def check_experts_given(args: Any, freq: int) -> None:
 def masks_padding(args: Any, config: MoEConfig) -> bool:
     """Return whether padding tokens are excluded from routing.
 
-    They are excluded with `--use-moe-pad-mask`, and always without a capacity (dropless dispatch).
+    Padding is excluded with `--use-moe-pad-mask`, and always with dropless dispatch.
     """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 

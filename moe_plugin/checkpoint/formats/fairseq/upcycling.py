@@ -100,7 +100,7 @@ def _flags(plan: Upcycling, every: Mapping[str, int],
     """Return the flags of a command that builds the new model.
 
     Experts have the inner width of their stack's dense layers, unless the MLPs are cut into pieces
-    or experts are shared.
+    or there is a shared expert.
     """
     settings: dict[str, Any] = {"router.top_k": plan.top_k, "router.normalize": "before_drop",
                                 "router.normalize_min": 0.0}

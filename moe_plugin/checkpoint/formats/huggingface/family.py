@@ -28,7 +28,8 @@ def shared_names(module: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The MoE block of a family. Optional parts (biases, shared expert) always have names.
+    """The MoE block of a family. Names are also set for parts that a model may lack, such as biases
+    and a shared expert.
 
     Attributes:
         module: name of the block in a decoder layer of the model.

@@ -90,7 +90,7 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_counts(source: Source) -> None:
-    """Raise `CheckpointError` if `config.json` has larger counts than the files.
+    """Raise `CheckpointError` if `config.json` counts more layers, experts or elements than exist.
 
     A model of any size would otherwise be built before the mismatch is found.
     """
@@ -121,7 +121,7 @@ def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise `CheckpointError` if it is missing or something else.
+    """Read a JSON object from a file; raise `CheckpointError` if the file is missing or invalid.
     """
     try:
         check_input(path)
@@ -216,8 +216,8 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
                       done: Callable[[], None] = lambda: None) -> None:
     """Start writing one file. (The library's own writer would need all tensors in memory.)
 
-    Layout: 8 bytes with the length of a JSON header, the header, the values in its order. Source:
-    the format's description at github.com/huggingface/safetensors.
+    Layout: 8 bytes with the length of a JSON header, the header, and the values in the order of the
+    header. Source: the format's description at github.com/huggingface/safetensors.
 
     Args:
         writer: the writer.

@@ -83,7 +83,7 @@ def from_neutral(source: Source) -> View:
 
 @formats.register("hf")
 class HuggingFaceFormat(Format):
-    """Hugging Face: `config.json` and safetensors, as `from_pretrained` loads them."""
+    """Folders with `config.json` and safetensors, as loaded by Hugging Face's `from_pretrained`."""
 
     name = "hf"
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}

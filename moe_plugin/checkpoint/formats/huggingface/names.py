@@ -2,7 +2,7 @@
 
 A family has two sets of names for the tensors of its MoE block. Files mostly store each expert
 separately ([F, D] matrices), and the model has one tensor for all experts of a layer
-(`experts.gate_up_proj` [E, 2F, D], `experts.down_proj` [E, D, F]). Both are supported for reading.
+(`experts.gate_up_proj` [E, 2F, D], `experts.down_proj` [E, D, F]). Both sets of names can be read.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def family_tensors(source: Source, family: Family, *, files: bool = True) -> Ite
     def others(one: Derived) -> Derived:
         if family.decoder is None and not one.key[1].startswith("layers."):
             return one
-        raise CheckpointError(f"Hugging Face's {family.model_type} has no counterpart of "
+        raise CheckpointError(f"Hugging Face's {family.model_type} has no counterpart for "
                               f"{one.key[1]!r}; choose another format with --to")
 
     rules = [] if family.decoder is None else list(_decoder_rules("model."))

@@ -7,9 +7,9 @@ name.
 
 `NAME.weight` has float8 codes [R, C], and `NAME.weight_scale_inv` has the scales [ceil(R / rows),
 ceil(C / columns)] of blocks of `weight_block_size` = [rows, columns]. Without blocks there is one
-scale for the tensor or one for each row. If one tensor contains all experts, both have an
-additional first axis for experts. Source: DeepSeek-V3's `inference/fp8_cast_bf16.py`;
-`FineGrainedFP8Config` of transformers 5.
+scale for the tensor or one for each row. If one tensor contains all experts, the codes and the
+scales have an additional first axis for experts. Source: DeepSeek-V3's
+`inference/fp8_cast_bf16.py`; `FineGrainedFP8Config` of transformers 5.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
 
 
 def _refuse_other_kinds(model: NeutralModel) -> None:
-    """Raise `CheckpointError` for settings that no family supports, with flags that would fit."""
+    """Raise `CheckpointError` for settings that no family supports; the message suggests flags."""
     s = model.settings
     wrong = {"--normalization RMSNorm": s.norm != "rmsnorm" and f"norm is {short(s.norm)}",
              "--swiglu": not s.gated and "MLP has no gate",

@@ -265,7 +265,7 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _like(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a group's stored values: from the same group, else from the group of dense parameters.
+    """Return the stored values of the same group, or of the same group of the other parameter type.
     """
     same = {_identity(one): one for one in stored}
     *kind, expert = _identity(group)

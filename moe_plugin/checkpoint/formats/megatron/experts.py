@@ -72,7 +72,7 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Return whether the first matrix contains gates; it is then twice as wide as the hidden size.
+    """Return whether the first matrix contains gates, which make it twice as wide as without.
     """
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))

@@ -199,7 +199,7 @@ _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
     """Build the name table of a model.
 
-    other_norms: numbers of the layers whose norms may have their alternative names.
+    other_norms: numbers of the layers in which norms may have alternative names.
     """
     def rules() -> Iterator[NameRule]:
         layer, ours = common.LAYERS + "{n}.", "layers.{n}."
@@ -322,7 +322,7 @@ def _with_fitting_biases(source: Source) -> Source:
 
 
 def _without_place(one: Derived) -> Derived:
-    raise CheckpointError(f"Megatron's GPT model has no counterpart of tensor {one.key[1]!r}; "
+    raise CheckpointError(f"Megatron's GPT model has no counterpart for tensor {one.key[1]!r}; "
                           "choose another format")
 
 

@@ -1,9 +1,10 @@
 """A distributed checkpoint of Megatron as a source of tensors.
 
 The source reads folders of the training script and of Megatron itself (`iter_NNNNNNN`, or the
-parent folder with `latest_checkpointed_iteration.txt`). It reads optimizer state that is stored by
-parameter: that of Megatron's optimizers without `--use-distributed-optimizer`, or with it and the
-sharding type `fully_reshardable`. Other sharding types depend on the ranks that wrote the state.
+parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
+parameter. Megatron stores it by parameter without `--use-distributed-optimizer`, or with the
+sharding type `fully_reshardable`. State of other sharding types can only be read by the ranks that
+wrote it.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ _MAPPINGS = ("files", "checksums", "layout", "model", "settings")
 def open_checkpoint(path: Path, trusted: bool = False) -> Source:
     """Open a distributed checkpoint; tensors have numbered layers.
 
-    The source's `values` are: "step"; "consumed_samples" if known; "settings", the model's settings
-    by Megatron's names; and "megatron", the entries that writers of these formats need: "common"
-    (the content of `common.pt`), "objects" (functions that read an object's bytes, by name),
-    "stacked" (one tensor contains all layers), "master" (name of master weights), "layout"
-    (parallel sizes), "sharding_type" (of the optimizer state). Checksums of files are in
-    `moe_plugin.json`, and are verified when a file is first read.
+    The source's `values` have the keys "step", "consumed_samples" (if known), "settings" (the
+    model's settings by Megatron's names) and "megatron". `values["megatron"]` contains values for
+    writers of these formats under the keys "common" (the content of `common.pt`), "objects"
+    (functions that read an object's bytes, by name), "stacked" (whether one tensor contains all
+    layers), "master" (the name of master weights), "layout" (parallel sizes) and "sharding_type"
+    (for the optimizer state). Checksums of files are in `moe_plugin.json`, and are verified when a
+    file is first read.
 
     Args:
         path: the checkpoint's folder or its parent folder.

@@ -91,7 +91,8 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
             no effect.
         progress: receives the progress.
     Raises:
-        CheckpointError: a tensor name that all layers share has different shapes or data types.
+        CheckpointError: tensors of different layers with the same name differ in shape or data
+            type.
         OSError: writing failed, for example because the disk is full.
     """
     kept = source.values.get("megatron") or {}
@@ -115,7 +116,7 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
 
 
 def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
-    """Return whether all layers have the same tensors, so that Megatron stacks the layers."""
+    """Return whether all layers have the same tensors, in which case Megatron stacks them."""
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
         rest, number = common.without_number(name)
