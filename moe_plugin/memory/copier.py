@@ -88,6 +88,7 @@ class Ticket:
             if started is not None:
                 self.copier._count(waits=1, stalled_s=time.perf_counter() - started)
         if self.event is not None:
+            # read after the future is done, because the thread sets the event
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
@@ -147,6 +148,8 @@ class Copier:
                     target.copy_(source, non_blocking=True)
 
         on_gpu = self.device.type == "cuda"
+        # a copy may bypass the thread only if no earlier job is still queued there, because jobs
+        # run in the order of their start
         idle = self._latest is None or self._latest.done()
         if on_gpu and idle and self.throttle is None:
             ticket = Ticket(self, nbytes)
@@ -171,6 +174,8 @@ class Copier:
         """
         self.settle_device()
         ticket = Ticket(self, nbytes)
+        # recorded before the job is queued, so that work which the caller launches later does not
+        # delay it
         reached = self._here() if self.device.type == "cuda" else None
 
         def run() -> None:
@@ -190,6 +195,7 @@ class Copier:
 
     def close(self) -> None:
         """Finish all started jobs and end the thread; a later copy creates a new thread."""
+        # a forked child must not wait for its parent's thread
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown()
         self._thread = self._latest = None
@@ -231,12 +237,14 @@ class Copier:
                 self._stream = torch.cuda.Stream(self.device)
             return self._stream
 
+    # counts come from the caller and from the thread
     def _count(self, **counts: float) -> None:
         with self._lock:
             for name, value in counts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + value)
 
     def __getstate__(self) -> dict[str, Any]:
+        # threads, streams and locks cannot be copied
         return {"device": self.device, "throttle": self.throttle, "_sleep": self._sleep}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -156,6 +156,7 @@ class BlockPasses:
             self._x[m] = y
             self._add_balance(m, own)
         if keep:
+            # backward repeats the pass and must not change these buffers a second time
             self._moving[number] = [place for place, buffer in _buffers(module) if place not in
                                     before or not torch.equal(buffer, before[place])]
 
@@ -177,6 +178,7 @@ class BlockPasses:
             x = self._x[m] if last else self._inputs[number][m]
             # the last block runs only once, so there is no routing to replay
             again = nullcontext() if last else replay_routing(self._tapes[number][m])
+            # the first block does not need the gradient of its input
             x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
             with (torch.enable_grad(), self.randomness(m, number), again,
                   unchanged_buffers(self.modules[number], [] if last else self._moving[number])):
@@ -186,6 +188,8 @@ class BlockPasses:
                     self._losses.append(y.detach())
                     self._add_balance(m, own)
             ends = [(y, None if last else self._gradients[m]), (own, None)]
+            # scalar losses start with an implicit gradient of 1; an output without a gradient is
+            # skipped, because nothing after it depends on it
             ends = [(end, gradient) for end, gradient in ends if end is not None
                     and end.requires_grad and (end.dim() == 0 or gradient is not None)]
             if ends:

@@ -62,6 +62,8 @@ class SafetensorsFile:
             self.metadata: Mapping[str, str] = header.pop("__metadata__", None) or {}
             self.held = {name: self._held(name, entry, start) for name, entry in header.items()}
             if verify:  # only once, although each layer opens the file that contains all experts
+                # inode and modification time are part of the cache key, so a changed file is
+                # verified again
                 about = os.fstat(self.file.fileno())
                 _verify_once(os.path.realpath(path), about.st_ino, about.st_mtime_ns)
         except BaseException:

@@ -180,6 +180,7 @@ class DiskTier(Tier):
         self.folder = make_folder(Path(folder))
         self._lock = threading.Lock()
         self._file: Any = None
+        # free offsets by size: space is reused only for tensors of exactly the same size
         self.end, self._free = 0, {}
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
@@ -271,12 +272,14 @@ class TierBuffer:
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
         """Start `put` in the background; `settle` completes it."""
         self.settle()
+        # stays valid until `settle`, which restores it if the write fails
         self._before = self.held
         [self.held], self._ticket = self.tier.put_later(copier, [flat_N])
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
         """Start copying the stored buffer into a buffer of its size."""
+        # the read must wait for a write that is in progress
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
@@ -314,6 +317,7 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 def write_values(file: int, offset: int, x: Tensor) -> None:
     """Write a tensor's values into an open file. Raises `OSError` if the values do not fit."""
     values = _bytes(x.detach().to("cpu").contiguous())
+    # a call may write only a part, for example if the disk becomes full; the next call then fails
     while values:
         written = os.pwrite(file, values, offset)
         values, offset = values[written:], offset + written
@@ -325,6 +329,7 @@ def read_values(held: TierTensor, target: Tensor, name: str) -> None:
     name: name of the file or folder, for the message.
     Raises: TierError: the file is too short, or cannot be read.
     """
+    # the file is read directly into the target if no conversion is needed
     direct = (target.device.type == "cpu" and target.dtype == held.dtype
               and target.is_contiguous())
     pinned = target.device.type == "cuda"

@@ -193,7 +193,8 @@ def from_plain(source: Source) -> View:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
     tensors = _table(source).theirs(source, _outside(
-        source, "Tutel's layer has no counterpart for tensor", (ours for ours, _ in NAMES.values())))
+        source, "Tutel's layer has no counterpart for tensor",
+        (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()
                        if not name.endswith("_extra_state")}
                for field, column in source.values.get(COLUMNS, {}).items()}

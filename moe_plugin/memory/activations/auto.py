@@ -285,6 +285,7 @@ class AutoActivations(Activations):
             return mine
         keys = ("forward_s", "backward_s", "activation_bytes", "kept_bytes")
         numbers = [float(getattr(block, key)) for block in mine.blocks for key in keys]
+        # negated, because the slowest bandwidth is a minimum and ranks agree on maxima
         *numbers, slowest = self.comm.agree_max([*numbers, -mine.in_bytes_s])
         blocks = [BlockProfile(name=name, forward_s=one[0], backward_s=one[1],
                                activation_bytes=int(one[2]), kept_bytes=int(one[3]))
@@ -292,6 +293,7 @@ class AutoActivations(Activations):
         return ModelProfile(blocks=blocks, in_bytes_s=-slowest, out_bytes_s=-slowest, duplex=False)
 
     def _plan(self) -> None:
+        # each micro-batch in flight has its own activations
         limit = int(self.limit * self._margin) // self._in_flight
         self.planned = True
         self.decision = plan_activations(blocks_of(self.profile), limit,
@@ -348,6 +350,7 @@ class _Measured:
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
     def __call__(self, what: str, begins: bool, one: Pass) -> None:
+        # a GPU computes asynchronously, so its work must end before the time is read
         wait_for_device(self.device)
         now = time.perf_counter()
         if begins:

@@ -92,6 +92,7 @@ class SwappedStorage:
         """Start copying the storage back, unless it is still on the device."""
         with self._lock:
             self._wanted = True
+            # after a change in place, only the tier has the values that were saved
             there = self._source is not None and self._alias._version == self.version
         if not there and self._in is None:
             # allocated here, so that the memory belongs to this stream
@@ -122,6 +123,7 @@ class SwappedStorage:
 
     def _put(self) -> None:
         held = self.swapper.tier.put(self._source)
+        # changed in place during the copy, which may have mixed old and new values
         if self._alias._version != self.version:
             self.swapper.tier.free(held)
             raise _changed()
@@ -129,6 +131,7 @@ class SwappedStorage:
 
     def _leave(self) -> None:
         with self._lock:
+            # backward needs the storage already (it stays on the device), or the copy failed
             if self._wanted or self._held is None:
                 return
             self._source = self._alias = None
@@ -158,6 +161,7 @@ class SwappedStorage:
         return swap_error
 
     def __del__(self) -> None:
+        # `vars`, because a failed `__init__` leaves attributes unset
         on_device = [t for t in (vars(self).get("_source"), vars(self).get("_target"))
                      if t is not None]
         if on_device:
@@ -286,6 +290,8 @@ class Saved:
     def _storage(self, x: Tensor, place: int) -> SwappedStorage:
         reference = self._storages.get(place)
         known = None if reference is None else reference()
+        # an address can be reused after its storage was freed, so a match of addresses is not
+        # enough
         if known is None or not known.holds(x):
             known = SwappedStorage(self.swapper, self.block, x)
             self._storages[place] = ref(known)

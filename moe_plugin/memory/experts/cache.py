@@ -220,6 +220,8 @@ class ExpertCache:
             counters.hits, counters.misses = (counters.hits + there,
                                               counters.misses + len(keys) - there)
             self._grow(max(1, len(keys)))
+            # pinned before they are loaded, so that loading one expert does not evict another of
+            # the call
             self._pins.update(keys)
             try:
                 self._bring(keys, fetch, counters, early=False)
@@ -275,6 +277,8 @@ class ExpertCache:
         try:
             for key in keys:
                 if key not in self._slot:
+                    # a prefetch must not evict experts of the same prefetch; experts of a call are
+                    # pinned
                     slot = self._take_slot(key[0], keys if early else ())
                     if slot is None and early:
                         break
@@ -325,6 +329,7 @@ class ExpertCache:
 
     def _unpin(self, keys: Sequence[Key]) -> None:
         self._pins.subtract(keys)
+        # removes entries that are 0
         self._pins += Counter()
 
     def _wait(self, tickets: Sequence[Ticket], counters: StoreCounters) -> None:
@@ -348,6 +353,7 @@ class ExpertCache:
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes
         slots = min(slots, self.experts)
+        # new buffers would move experts that are in use
         if slots <= self.slots or self._pins:
             return
         for key in list(self._slot):

@@ -85,6 +85,7 @@ class ExpertFile:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertFile:
         if not self.writable:
             return self
+        # copies of a layer must not share a file that they write
         made = own_file(self.name, self.dtype, self.shapes, self.local)
         left = os.fstat(self._file.fileno()).st_size
         os.lseek(self._file.fileno(), 0, os.SEEK_SET)
@@ -106,6 +107,7 @@ def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
     folder, offsets, end = make_folder(Path(folder)), {}, 0
     for name, shape in shapes.items():
         offsets[name], end = end, end + local * torch.Size(shape).numel() * dtype.itemsize
+        # a multiple of every item size, which `mapped` needs
         end += -end % 64
     try:
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the layer

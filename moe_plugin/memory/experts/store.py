@@ -225,6 +225,7 @@ class ExpertStore:
         self.cache: ExpertCache = shared_cache(spec)
         self.number = self.cache.add_layer(self.local)
         self._leaving = weakref.finalize(self, self.cache.drop_layer, self.number, self.local)
+        # when the interpreter exits, the cache needs no update
         self._leaving.atexit = False
         self._seen = self.weights.version
 

@@ -102,6 +102,7 @@ class StoredExperts(Experts):
         counts = counts_of(work.rows)
         active = sum(n > 0 for n in counts)
         if isinstance(work.rows, RowPlan) and self.store.room(active) < active:
+            # the cache cannot store all active experts at once, so their rows are computed in parts
             def in_parts(rows_RD: Tensor, counts: RowCounts) -> Tensor:
                 piece = dataclasses.replace(work, x=rows_RD, rows=counts)
                 return Refetched.apply(rows_RD, None, self, piece, *parameters)

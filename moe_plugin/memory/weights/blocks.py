@@ -99,6 +99,7 @@ class StreamedBlock:
         self.layout.fill(flat_N, self.params)
         if in_host:
             self._weights.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
+            # the optimizer updates views of the buffer in place, so that one copy moves all weights
             self._lower = self.layout.views(flat_N)
             self.stepped = [nn.Parameter(view.float() if i in self.mains else view, p.requires_grad)
                             for i, (view, p) in enumerate(zip(self._lower, self.params,

@@ -160,6 +160,7 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
     """
     folder = _there(Path(folder))
     for block in trainer.blocks:
+        # a wrong file must be found before the first weight changes
         _check(block, folder / _name(block))
     trainer.settle()
     for block in trainer.blocks:

@@ -69,6 +69,9 @@ class Slots:
             for number, block in enumerate(here):
                 self._fetch(block)
                 before(block)
+                # The copier works in order. The next segment's copies are spread over this
+                # segment's blocks, so that copies which `before` starts do not wait behind all of
+                # them.
                 share = slice(len(coming) * number // len(here),
                               len(coming) * (number + 1) // len(here))
                 for other in coming[share]:
@@ -87,6 +90,8 @@ class Slots:
         self._holds[place] = index
 
     def _forget(self, block: StreamedBlock) -> None:
+        # an unused copy that is still in progress writes into the area, so it must end before the
+        # next copy into the area starts
         ticket = self._tickets.pop(block.number, None)
         if block.number in self._attached:
             self._attached.remove(block.number)
@@ -118,6 +123,7 @@ class Slots:
         The fetch starts at once if the next step begins with this block.
         """
         self._forget(block)
+        # the next step starts with segments 0 and 1
         if self._parts[block.number][0] < 2:
             self._fetch(block)
 
