@@ -206,7 +206,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         if optimizer is not None:
             _check_optimizer(part["optimizer"], model, optimizer)
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
-        # experts in a file are read one at a time, while they are copied there
+        # experts in a file are read one at a time, while they are copied to it
         model.load_state_dict({**kept, **{name: value if name in on_disk
                                           else as_stored(torch_files.read_all(value), own[name])
                                           for name, value in part["model"].items()}})
