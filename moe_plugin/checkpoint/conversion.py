@@ -87,7 +87,7 @@ class Conversion:
         check_pair(self.source.format, self.to)
         formats.get(self.to)().check(replace(self.layout, dtype=None))
         plan = self._plan()
-        if self._is_there(plan):
+        if self._already_converted(plan):
             return False
         view = self._view()
         if unsealed := self.source.unsealed():
@@ -116,7 +116,7 @@ class Conversion:
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
                 "model_only": self.model_only}
 
-    def _is_there(self, plan: Mapping[str, Any]) -> bool:
+    def _already_converted(self, plan: Mapping[str, Any]) -> bool:
         if not self.target.exists():
             return False
         if _read_plan(self.target).get("plan") == json.loads(json.dumps(plan)):

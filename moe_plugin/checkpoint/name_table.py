@@ -53,10 +53,10 @@ def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
     tensors = list(derived)
     widest = _bytes_of_experts(tensors, layers)
     return [replace(one, entry=replace(one.entry, keeps_float32=True))
-            if _stays(one.key, one.entry, layers, widest) else one for one in tensors]
+            if _keeps_float32(one.key, one.entry, layers, widest) else one for one in tensors]
 
 
-def _stays(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, int]) -> bool:
+def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, int]) -> bool:
     field, name = key
     if field != MODEL or not entry.dtype.is_floating_point:
         return False
@@ -129,7 +129,7 @@ class NameRule:
                 stop = start + share * unit
                 pieces.append(part_of(one, (*before, slice(start, stop))))
                 start = stop
-        return [self._swapped(_whole(pieces, self.axis)) for pieces in found]
+        return [self._swapped(_joined(pieces, self.axis)) for pieces in found]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
         """Join neutral tensors into a tensor of the format: the reverse of `split`."""
@@ -139,7 +139,7 @@ class NameRule:
             return interleaved([self._swapped(part) for part in parts], self.axis)
         pieces = [pieces_of(self._swapped(part), self.groups, self.axis) if self.groups > 1
                   else [self._swapped(part)] for part in parts]
-        return _whole([piece for group in zip(*pieces, strict=True) for piece in group], self.axis)
+        return _joined([piece for group in zip(*pieces, strict=True) for piece in group], self.axis)
 
     def _swapped(self, one: Derived) -> Derived:
         axes = len(one.entry.shape)  # an optimizer's step counter has no axes
@@ -148,7 +148,7 @@ class NameRule:
         return transposed(one, (*range(axes - 2), axes - 1, axes - 2))
 
 
-def _whole(pieces: list[Derived], axis: int) -> Derived:
+def _joined(pieces: list[Derived], axis: int) -> Derived:
     return pieces[0] if len(pieces) == 1 else joined(pieces, axis)
 
 
@@ -240,8 +240,9 @@ class NameTable:
             if not found:
                 yield others(source.tensor(key))
             for rule, at in found:
-                whole = rule.join([source.tensor(_needed(source, (key[0], name.format(**at)), rule))
-                                   for name in rule.ours])
+                whole = rule.join([
+                    source.tensor(_required_key(source, (key[0], name.format(**at)), rule))
+                    for name in rule.ours])
                 if "{e}" in rule.theirs:
                     layer = rule.theirs.partition("{e}")[0].format(**at)
                     single.setdefault((key[0], layer), []).append((rule, at, whole))
@@ -264,7 +265,7 @@ def _checked(one: Derived, name: str) -> Derived:
     return one.renamed(name)
 
 
-def _needed(source: Source, key: Key, rule: NameRule) -> Key:
+def _required_key(source: Source, key: Key, rule: NameRule) -> Key:
     if key not in source.entries:
         raise CheckpointError(f"the {source.format} checkpoint has no {key[1]!r} in {key[0]!r}, "
                               f"which is needed to build {rule.theirs!r}")

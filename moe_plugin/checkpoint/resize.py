@@ -69,7 +69,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
               for name, layer in layers.items()}
     after = _positions("new", comm, world)
     for name, layer in layers.items():
-        _check(name, layer, comm.size)
+        _check_layer(name, layer, comm.size)
     copies, changed = {} if copies is None else copies, dict[Tensor, nn.Parameter]()
     _check_states({name: copies.get(tensor, tensor) for name, tensor in
                    _experts_of(layers).items()}, optimizer, world)
@@ -96,7 +96,7 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
                              "setting")
         for name, layer in named_layers_in(model).items():
             try:
-                _check(name, layer, size)
+                _check_layer(name, layer, size)
             except ValueError as error:
                 raise ValueError(f"{given}: {error}") from error
 
@@ -127,7 +127,7 @@ def _check_movable(name: str, layer: MoELayer) -> None:
             "restart with the new number of ranks")
 
 
-def _check(name: str, layer: MoELayer, ranks: int) -> None:
+def _check_layer(name: str, layer: MoELayer, ranks: int) -> None:
     config, shards = layer.given, layer.given.parallel.shards
     _check_movable(name, layer)
     check_shards(config.num_experts, ranks, shards)
@@ -222,7 +222,7 @@ def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm
         target.requires_grad_(parameter.requires_grad)
         now: Tensor = target
         if updated is not parameter:
-            now = copies[target] = _like(updated, _moved(move, updated.data))
+            now = copies[target] = _wrapped_like(updated, _moved(move, updated.data))
         if optimizer is not None:
             _replace(optimizer, updated, now, state)
         changed[parameter] = target
@@ -238,7 +238,7 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
     return moved
 
 
-def _like(old: Tensor, value: Tensor) -> Tensor:
+def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
     """Return the value as a parameter if `old` is a parameter, with the same requires_grad."""
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)

@@ -75,19 +75,19 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
 def _save(scratch: Path, target: Path, model: nn.Module,
           optimizer: torch.optim.Optimizer | None, comm: Comm, extra: Mapping[str, Any],
           keep_old: bool) -> None:
-    with _together(comm, target):
+    with _on_all_ranks(comm, target):
         _check_extra(extra)
         if comm.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-    with _together(comm, target):
+    with _on_all_ranks(comm, target):
         own = model.state_dict()
         _check_group(own, comm)
         state = {"model": whole(own, comm),
                  "optimizer": whole(_optimizer_state(model, optimizer), comm)}
         checksums.write_sealed(scratch / part_name(comm.rank, comm.size),
                                lambda stream: torch.save(state, stream))
-    with _together(comm, target):
+    with _on_all_ranks(comm, target):
         if comm.rank == 0:
             write_index(scratch, comm.size, extra)
             move_into_place(scratch, target, keep_old)
@@ -142,7 +142,7 @@ def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
 
 
 @contextmanager
-def _together(comm: Comm, target: Path) -> Iterator[None]:
+def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
     """Run a phase that fails on all ranks if it fails on one; the errors name the failed ranks."""
     error: Exception | None = None
     try:
@@ -187,7 +187,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
                          "state covers all saved tensors; pass only one of the two")
     comm = comm or _group_of(model)
     folder, index = _whole_folder(Path(directory), comm)
-    with _as_saved(folder), checksums.verified(
+    with _refuse_other_values(folder), checksums.verified(
             folder / part_name(rank, index["parts"]) for rank in range(index["parts"])):
         source, on_disk = open_folder(folder), stored_names(model)
         with without_values(model):
@@ -214,7 +214,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
 
 @contextmanager
-def _as_saved(source: Path) -> Iterator[None]:
+def _refuse_other_values(source: Path) -> Iterator[None]:
     """Convert errors caused by types or shapes that `save` never writes to `CheckpointError`."""
     try:
         yield

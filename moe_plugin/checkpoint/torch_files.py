@@ -74,8 +74,8 @@ class StoredTensor:
                                   f"({short(error)}); use another checkpoint") from error
 
 
-def _place_of(path: Path, tensor: Tensor, part: tuple[int, int],
-              check: Callable[[], None]) -> StoredTensor:
+def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
+                   check: Callable[[], None]) -> StoredTensor:
     """Locate a tensor of `_structure` in a file.
 
     Args:
@@ -135,7 +135,7 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
 
     # if the data is a part of a file, the function that opened the file has verified it
     check = FirstRead(path) if part is None else lambda: None
-    return _lazily(path, _structure(load), part or (0, os.path.getsize(path)), check)
+    return _with_stored_tensors(path, _structure(load), part or (0, os.path.getsize(path)), check)
 
 
 def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: bool = False,
@@ -159,15 +159,16 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
     return state
 
 
-def _lazily(path: Path, state: Any, part: tuple[int, int], check: Callable[[], None]) -> Any:
+def _with_stored_tensors(path: Path, state: Any, part: tuple[int, int],
+                         check: Callable[[], None]) -> Any:
     known: dict[Any, StoredTensor] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = _place_of(path, tensor.detach(), part, check)
+        one = _stored_tensor(path, tensor.detach(), part, check)
         one = known.setdefault((one.start, one.entry, one.stride), one)
         return Derived(("", ""), one.entry, one.read)
 
-    return _each(state, Tensor, stored)
+    return _map_values(state, Tensor, stored)
 
 
 def read_all(value: Any) -> Any:
@@ -175,17 +176,17 @@ def read_all(value: Any) -> Any:
     def read(one: Derived) -> Tensor:
         return one.read(full_window(one.entry.shape)).contiguous()
 
-    return _each(value, Derived, read)
+    return _map_values(value, Derived, read)
 
 
-def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Copy nested mappings, lists and tuples, and apply `change` to all values of type `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _each(entry, kind, change) for key, entry in value.items()}
+        return {key: _map_values(entry, kind, change) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_each(entry, kind, change) for entry in value)
+        return type(value)(_map_values(entry, kind, change) for entry in value)
     return value
 
 
@@ -228,12 +229,12 @@ class SealedWriter:
                 tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
             return tensors[one.read][1]
 
-        skeleton = _each(_each(state, Tensor, _in_memory()), Derived, empty)
+        skeleton = _map_values(_map_values(state, Tensor, _in_memory()), Derived, empty)
         with torch.serialization.skip_data():
             torch.save(skeleton, path)
         written = _structure(lambda **options: trust.torch_load(path, weights_only=False,
                                                                 **options))
-        placed = _places(written, skeleton)
+        placed = _offsets_by_id(written, skeleton)
         order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
                        key=lambda pair: pair[0])
         self.fill(path, order, done)
@@ -265,7 +266,7 @@ class SealedWriter:
         for start, data in pieces:
             self._workers.check()
             if start is not None:
-                at, crc = _keep(file, at, start, crc)
+                at, crc = _sum_existing(file, at, start, crc)
             file.seek(at)
             _write_all(file, data)
             at, crc = at + len(data), checksums.crc32(data, crc)
@@ -273,7 +274,7 @@ class SealedWriter:
             if at - begun >= FLUSH:  # lets the disk start writing without waiting for it
                 disk.submit(begin_writing, file.fileno(), begun, at - begun)
                 begun = at
-        return _keep(file, at, size, crc)[1]
+        return _sum_existing(file, at, size, crc)[1]
 
     def __enter__(self) -> SealedWriter:
         return self
@@ -322,7 +323,7 @@ def _bytes_of(one: Derived, window: Window) -> memoryview:
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
-def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
+def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
     """Add existing bytes between tensors to the checksum; return the new position and checksum."""
     while at < until:
         file.seek(at)
@@ -331,7 +332,7 @@ def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
     return at, crc
 
 
-def _places(written: Any, skeleton: Any) -> dict[int, int]:
+def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
     """Return the file offset of each tensor of a skeleton, by the tensor's id."""
     return {id(fake): there.untyped_storage()._checkpoint_offset
             for there, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}

@@ -75,7 +75,8 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
     check_sizes(file, what)
     listed = {*of_torch._get_allowed_globals(), *of_torch._get_user_allowed_globals()}
     with _opened(file) as stream:
-        if unsafe := {name for pickled in _pickles(stream) for name in _names(pickled)} - listed:
+        if unsafe := {name for pickled in _pickles(stream)
+                      for name in _referenced_classes(pickled)} - listed:
             raise UntrustedFile(what, unsafe) from cause
 
 
@@ -141,7 +142,7 @@ def _pickles(stream: Any) -> Iterator[Any]:
         yield stream
 
 
-def _names(stream: Any) -> set[str]:
+def _referenced_classes(stream: Any) -> set[str]:
     """Return the classes and functions that the next pickle of a stream references."""
     found, texts = set[str](), ["", ""]
     # a damaged pickle yields the names ahead of the damage

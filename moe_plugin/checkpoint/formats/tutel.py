@@ -182,7 +182,7 @@ def _number(value: Any) -> Any:
 
 def to_plain(source: Source) -> View:
     """Return a view that maps Tutel's names to the names of a model with our layers."""
-    tensors = _table(source).neutral(map(source.tensor, source.entries), _outside(
+    tensors = _table(source).neutral(map(source.tensor, source.entries), _keep_outside(
         source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
@@ -192,7 +192,7 @@ def from_plain(source: Source) -> View:
     if not source.layers:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
-    tensors = _table(source).theirs(source, _outside(
+    tensors = _table(source).theirs(source, _keep_outside(
         source, "Tutel's layer has no counterpart for tensor",
         (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()
@@ -206,7 +206,7 @@ def _table(source: Source) -> NameTable:
                      for theirs, (ours, swap) in NAMES.items())
 
 
-def _outside(source: Source, missing: str, known: Iterable[str]) -> Others:
+def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
     """Return a function that keeps tensors outside of MoE layers and raises for those inside.
 
     Args:

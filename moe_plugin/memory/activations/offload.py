@@ -303,8 +303,8 @@ class Activations(RunFeature):
 
     def _contexts(self, block: nn.Module) -> tuple[Any, Any]:
         made = [make() for make in self.contexts]
-        return (_all([first for first, _ in made]),
-                _all([unchanged_buffers(block), *(second for _, second in made)]))
+        return (_combined([first for first, _ in made]),
+                _combined([unchanged_buffers(block), *(second for _, second in made)]))
 
     def _activation_bytes(self, one: Pass) -> int:
         """Return the measured activation bytes of the block, scaled to an input of this size."""
@@ -361,7 +361,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _combined(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

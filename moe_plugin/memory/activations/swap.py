@@ -126,7 +126,7 @@ class SwappedStorage:
         # changed in place during the copy, which may have mixed old and new values
         if self._alias._version != self.version:
             self.swapper.tier.free(held)
-            raise _changed()
+            raise _modified_error()
         self._held = held
 
     def _leave(self) -> None:
@@ -139,7 +139,7 @@ class SwappedStorage:
 
     def _read(self) -> None:
         if self._held is None:
-            raise _changed()
+            raise _modified_error()
         if self._target is None:
             self._allocate()
         self.swapper.tier.read_into(self._held, self._target)
@@ -170,7 +170,7 @@ class SwappedStorage:
             self.swapper.tier.free(self._held)
 
 
-def _changed() -> RuntimeError:
+def _modified_error() -> RuntimeError:
     return RuntimeError("a tensor that backward needs was modified by an inplace operation while "
                         "it was being copied; let the block create a new tensor instead, or use "
                         "the policy keep for the block")

@@ -200,7 +200,7 @@ class ExpertCache:
             self._grow(max(1, experts))
             room = min(experts, self.slots - len(self._pins))
             if experts and room < 1:
-                raise self._full()
+                raise self._full_error()
             return room
 
     @contextmanager
@@ -283,7 +283,7 @@ class ExpertCache:
                     if slot is None and early:
                         break
                     if slot is None:
-                        raise self._full()
+                        raise self._full_error()
                     self._slot[key] = slot
                     missing.append(key)
                 self.policy.used(key)
@@ -321,7 +321,7 @@ class ExpertCache:
         self._free.append(self._slot.pop(key))
         self.policy.left(key)
 
-    def _full(self) -> ValueError:
+    def _full_error(self) -> ValueError:
         return ValueError(
             f"experts.cache={show_size(self.spec.limit)} has {self.slots} slots of "
             f"{self.spec.expert_bytes} bytes, and all of them are in use, but one more is needed; "

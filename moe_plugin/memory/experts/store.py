@@ -123,7 +123,7 @@ class FileWeights:
 
         def read() -> None:
             for expert, targets in parts:
-                self._ensure(expert, file, written)
+                self._ensure_written(expert, file, written)
                 held = file.held(expert)
                 for name, target in targets.items():
                     read_values(held[name], target, file.name)
@@ -175,7 +175,7 @@ class FileWeights:
                     copy.write(expert, name, x)
             return copy.mapped()
         for expert in range(self.file.local):
-            self._ensure(expert, self.file, self.written)
+            self._ensure_written(expert, self.file, self.written)
         return self.file.mapped()
 
     def _values(self, expert: int) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class FileWeights:
         self._draw(expert, made)
         return made
 
-    def _ensure(self, expert: int, file: ExpertFile, written: set[int]) -> None:
+    def _ensure_written(self, expert: int, file: ExpertFile, written: set[int]) -> None:
         if expert not in written:
             for name, x in self._drawn(expert, file.dtype).items():
                 file.write(expert, name, x)

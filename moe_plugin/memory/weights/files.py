@@ -132,7 +132,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         make_folder(half)
         for block in trainer.blocks:
             metadata = {_STEP: str(trainer.steps), **_numbers(block)}
-            more = {} if beside is None else _named(block, beside(block.number))
+            more = {} if beside is None else _additional_tensors(block, beside(block.number))
             tensors = _tensors(block)
             if finite:
                 _refuse_not_finite(folder, block, tensors)
@@ -158,7 +158,7 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
     Raises: ValueError: a file is missing or of another model; the message names file, tensor and
     shapes.
     """
-    folder = _there(Path(folder))
+    folder = _existing_folder(Path(folder))
     for block in trainer.blocks:
         # a wrong file must be found before the first weight changes
         _check(block, folder / _name(block))
@@ -183,7 +183,7 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
 
     Raises: ValueError: the file is missing or of another model.
     """
-    path = _there(Path(folder)) / _name(block)
+    path = _existing_folder(Path(folder)) / _name(block)
     _check(block, path)
     with _open(path) as file:
         names = [name for name in file.held if name.startswith(_BESIDE)]
@@ -192,7 +192,7 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
                 for kind in kinds}
 
 
-def _there(folder: Path) -> Path:
+def _existing_folder(folder: Path) -> Path:
     """Return the folder, or its predecessor if a save was killed while it replaced the folder."""
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder
@@ -207,7 +207,7 @@ def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str,
                 "data")
 
 
-def _named(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
+def _additional_tensors(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
     return {f"{_BESIDE}{kind}.{name}": x.contiguous() for kind, tensors in beside.items()
             for name, x in zip(block.names, tensors, strict=True)}
 

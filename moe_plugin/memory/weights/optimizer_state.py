@@ -103,10 +103,10 @@ class StateInFiles:
         self._layout.fill(flat_N, [state[key] for key in sorted(state)])
         return self._held.stage(flat_N)
 
-    def _all(self) -> dict[tuple[int, str], Tensor]:
+    def _current_state(self) -> dict[tuple[int, str], Tensor]:
         return state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
 
-    def _set(self, state: State) -> None:
+    def _replace_state(self, state: State) -> None:
         set_state(self.optimizer, {key: x for key, x in state.items() if key[1] != _MAIN})
         for i, p in self._mains.items():
             p.data = state[i, _MAIN]
@@ -127,12 +127,12 @@ class StateInFiles:
         if self._ticket is not None:
             self._ticket.wait()
             self._held.settle()
-            self._set(self._named(self._flat_N))
+            self._replace_state(self._state_in(self._flat_N))
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
         """Start writing the optimizer's current state, and remove the state from memory."""
-        state = self._all()
+        state = self._current_state()
         if not state:
             return
         tensors = [state[key] for key in sorted(state)]
@@ -150,7 +150,7 @@ class StateInFiles:
         self._layout = layout
         room.left(self._held.put_later(copier, self._flat_N))
         self._keys, self._flat_N = sorted(state), None
-        self._set({key: absent(x) for key, x in state.items()})
+        self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
         """Return a copy of the state. No copy may be in progress."""
@@ -161,7 +161,7 @@ class StateInFiles:
             return {}
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
         self._held.read(flat_N)
-        return self._named(flat_N)
+        return self._state_in(flat_N)
 
     def load(self, state: State) -> None:
         """Replace the state; the stored parameters do not change."""
@@ -175,11 +175,11 @@ class StateInFiles:
             flat_N = aligned_buffer(self._layout.nbytes, "cpu")
             self._layout.fill(flat_N, tensors)
             self._held.put(flat_N)
-        self._set({key: absent(x) for key, x in state.items()})
+        self._replace_state({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
         """Wait for a write in progress, and raise its error if it failed."""
         self._held.settle()
 
-    def _named(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:
+    def _state_in(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:
         return dict(zip(self._keys, self._layout.views(flat_N), strict=True))

@@ -93,7 +93,7 @@ def _open(paths: Sequence[str], trusted: bool) -> Source:
         numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
                     for name, value in state[MODEL].items()}
         parts.append((state, numbered, paths[1 + rank]))
-    unread = next(filter(None, (_unread(*part) for part in parts)), "")
+    unread = next(filter(None, (_why_unassignable(*part) for part in parts)), "")
     columns: dict[str, dict[str, Any]] = {}
     for state, model, _ in parts:
         for field, column in _columns(state, model, bool(unread)).items():
@@ -160,7 +160,7 @@ def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str
     return columns
 
 
-def _unread(state: State, model: State, path: str) -> str:
+def _why_unassignable(state: State, model: State, path: str) -> str:
     """Return the reason why a file's optimizer state cannot be assigned to its parameters, or "".
     """
     optimizer = state.get(_OPTIMIZER) or {}
@@ -194,7 +194,7 @@ class BranchFormat(Format):
 
     name = "fairseq_branch"
     becomes = ("fairseq",)
-    views_as = {"fairseq": lambda source: _for_ours(to_ours(source))}
+    views_as = {"fairseq": lambda source: _with_our_entries(to_ours(source))}
     views_of = {"fairseq": to_branch}
     sizes = frozenset({"world", "ep"})
 
@@ -291,7 +291,7 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
     return [{**groups[0], "params": list(range(count))}]
 
 
-def _for_ours(view: View) -> View:
+def _with_our_entries(view: View) -> View:
     """Return the view with all entries of our files that are not tensors."""
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]

@@ -246,7 +246,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         return _fall_back(filename, wanted, group, damaged)
     steps = [survey.steps for survey in everyone]
     if _never_finished(steps):
-        return _before(filename, wanted, group)
+        return _older_checkpoint(filename, wanted, group)
     step = newest_common(filename, steps)
     if step is not None and mine.steps[step] != filename:
         os.replace(mine.steps[step], filename)
@@ -260,10 +260,10 @@ def gather(value: Any, group: Any) -> list[Any]:
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
     """Return this rank's file of the newest step for which every rank has a complete file."""
-    paths = _older(filename, wanted)
+    paths = _older_files_by_step(filename, wanted)
     everyone = gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):
-        whole = _first_whole(paths[step])
+        whole = _first_undamaged(paths[step])
         if all(gather(whole is not None, group)):
             logger.warning("%s. Training resumes from the older checkpoint %s (step %d)",
                            "; ".join(damaged), whole, step)
@@ -277,7 +277,7 @@ def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
     return not all(everyone) and all(path.endswith(PENDING) for path in found) and bool(found)
 
 
-def _before(filename: str, wanted: Mapping[str, int], group: Any) -> str:
+def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
     """Return the newest older checkpoint, or the missing `filename` if no other one exists."""
     text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
     try:
@@ -287,7 +287,7 @@ def _before(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         return filename
 
 
-def _older(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
+def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
     """Return this rank's unverified files by step, if `checkpoint_last` is wanted."""
     folder, name = os.path.split(without_rank(filename))
     if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
@@ -303,7 +303,7 @@ def _older(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
     return found
 
 
-def _first_whole(paths: Sequence[str]) -> str | None:
+def _first_undamaged(paths: Sequence[str]) -> str | None:
     for path in paths:
         try:
             read(path)

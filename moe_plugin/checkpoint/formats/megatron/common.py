@@ -155,7 +155,7 @@ def format_of(path: Path) -> str:
 
 BY_PARAMETER = "fully_reshardable"  # sharding type of an optimizer's state
 # values that distinguish groups, in addition to `is_expert_parallel`
-_SAME = ("wd_mult", "lr_mult", "is_decoupled_lr")
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
 # modules whose `_extra_state` Megatron requests for each layer, including those of Transformer
 # Engine
 _MODULES = ("input_layernorm", "self_attention.linear_qkv", "self_attention.core_attention",
@@ -222,7 +222,7 @@ def fitted(state: Any, wanted: Any) -> Any:
     stored = [group for part in parts for group in _groups(part)]
     new = []
     for index, target in enumerate(targets):
-        groups = [_like(group, stored) for group in _groups(target)]
+        groups = [_stored_group(group, stored) for group in _groups(target)]
         new.append(_with_groups(parts[min(index, len(parts) - 1)], groups))
     several = all(isinstance(key, int) for key in wanted)
     return dict(enumerate(new)) if several else new[0]
@@ -261,10 +261,11 @@ def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*(group_value(group, name) for name in _SAME), bool(group.get("is_expert_parallel")))
+    return (*(group_value(group, name) for name in _GROUP_KEYS),
+            bool(group.get("is_expert_parallel")))
 
 
-def _like(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
+def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the stored values of the same group, or of the same group of the other parameter type.
     """
     same = {_identity(one): one for one in stored}

@@ -48,7 +48,7 @@ def to_native(source: Source) -> Source:
                                     if ".mlp.tuner/" not in name}}
     ordered = _experts_first(source, [f"experts.{one}" for ours, _ in PAIRS.values()
                                       for one in ours])
-    return View(source, names.theirs(ordered, _shared_by(source, NATIVE)), format=NATIVE,
+    return View(source, names.theirs(ordered, _keep_others(source, NATIVE)), format=NATIVE,
                 values={**source.values, **({"megatron": kept} if kept else {})})
 
 
@@ -57,7 +57,7 @@ def to_ours(source: Source) -> Source:
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
     tensors = map(ordered.tensor, ordered.entries)
-    return View(source, names.neutral(tensors, _shared_by(source, OURS)), format=OURS)
+    return View(source, names.neutral(tensors, _keep_others(source, OURS)), format=OURS)
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
@@ -83,7 +83,7 @@ def _gated(source: Source, prefix: str) -> bool:
     return first.shape[1] == 2 * second.shape[2]
 
 
-def _shared_by(source: Source, format: str) -> Any:
+def _keep_others(source: Source, format: str) -> Any:
     """Return a function that keeps tensors outside of experts and raises for other expert tensors.
     """
     def others(one: Derived) -> Derived:

@@ -137,7 +137,7 @@ class DistributedFiles:
 
     def read_object(self, name: str) -> bytes:
         """Return the bytes of an object, as written by `torch.save`."""
-        path, place = self._place(name, f"the object {name!r}")
+        path, place = self._locate(name, f"the object {name!r}")
         with open(path, "rb", buffering=0) as stream:
             stream.seek(place.offset)
             found = stream.read(place.length)
@@ -147,7 +147,7 @@ class DistributedFiles:
         return found
 
     def _chunk(self, name: str, offsets: Any, entry: TensorEntry) -> Derived:
-        path, place = self._place(name, f"the chunk of {name!r} at {tuple(offsets)}", offsets)
+        path, place = self._locate(name, f"the chunk of {name!r} at {tuple(offsets)}", offsets)
         key = (path, place.offset)
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged at {name!r}",
                                    "use another checkpoint"):
@@ -160,7 +160,7 @@ class DistributedFiles:
                                  f"instead of {entry.dtype} of shape {entry.shape}")
         return found
 
-    def _place(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
+    def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
         """Return file and position of a chunk or object, after verifying the file."""
         place = self._places.get(MetadataIndex(name, offsets))
         if place is None:
