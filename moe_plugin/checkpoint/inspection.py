@@ -29,10 +29,10 @@ def summary(source: Source) -> dict[str, Any]:
 def _settings(values: Mapping[str, Any]) -> Any:
     """Return the settings of the model or the run. A plain checkpoint stores them in `extra`."""
     extra = values.get("extra")
-    found = [values.get(name) for name in ("settings", "model", "config")]
+    candidates = [values.get(name) for name in ("settings", "model", "config")]
     if isinstance(extra, Mapping):
-        found += [extra.get("model"), {k: v for k, v in extra.items() if k != "step"}]
-    return next(filter(None, found), None)
+        candidates += [extra.get("model"), {k: v for k, v in extra.items() if k != "step"}]
+    return next(filter(None, candidates), None)
 
 
 def _fields(source: Source) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
         CheckpointError: `MoELayer` cannot compute the layer; the message names the setting.
     """
     s = DecoderSettings.from_dict(source.values["model"])
-    shapes = {name.removeprefix(prefix): entry.shape for (kind, name), entry
-              in source.entries.items() if kind == MODEL and name.startswith(prefix)}
+    shapes = {name.removeprefix(prefix): entry.shape for (field, name), entry
+              in source.entries.items() if field == MODEL and name.startswith(prefix)}
     if unknown := sorted(set(shapes) - set(LAYER_NAMES)):
         raise CheckpointError(f"MoELayer has no tensor {prefix + unknown[0]!r}; known tensors: "
                               f"{', '.join(LAYER_NAMES)}")
@@ -154,15 +154,15 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
     Raises:
         CheckpointError: the names or shapes of the tensors differ.
     """
-    theirs = {name.removeprefix(prefix): entry for (kind, name), entry in source.entries.items()
-              if kind == MODEL and name.startswith(prefix)}
+    theirs = {name.removeprefix(prefix): entry for (field, name), entry in source.entries.items()
+              if field == MODEL and name.startswith(prefix)}
     with without_values(layer):
-        mine: dict[str, Tensor] = {
+        state: dict[str, Tensor] = {
             name: value for name, value in layer.state_dict().items()
             if isinstance(value, torch.Tensor) and name.rpartition(".")[2] not in ADAPTER_AXIS}
     on_disk, stored = stored_names(layer), {}
     wanted = {LAYER_NAMES[name]: name for name in theirs}
-    if odd := sorted(set(wanted) ^ set(mine)):
+    if odd := sorted(set(wanted) ^ set(state)):
         raise CheckpointError(f"layer {prefix}: tensor {odd[0]!r} is in only one of the source and "
                               "the layer; build the layer with the settings from layer_settings()")
     for ours, name in wanted.items():
@@ -175,11 +175,11 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
             stored[ours.removeprefix("experts.")] = part_of(whole, window)
             continue
         value = source.read((MODEL, prefix + name), window)
-        if value.shape != mine[ours].shape:
+        if value.shape != state[ours].shape:
             raise CheckpointError(f"{prefix + name!r} has shape {tuple(value.shape)} in the source "
-                                  f"and {tuple(mine[ours].shape)} in the layer; build the layer "
+                                  f"and {tuple(state[ours].shape)} in the layer; build the layer "
                                   "with the settings from layer_settings()")
-        mine[ours].copy_(value)
+        state[ours].copy_(value)
     if stored:
         layer.experts.load_state_dict(stored)
     layer.ddp_check.begin(layer.experts)

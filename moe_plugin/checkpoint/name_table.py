@@ -73,13 +73,13 @@ def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping
 
 def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
     """Return the bytes of the widest floating-point type of each layer's experts."""
-    found: dict[str, int] = {}
-    for one in tensors:
-        (field, name), dtype = one.key, one.entry.dtype
+    widest: dict[str, int] = {}
+    for tensor in tensors:
+        (field, name), dtype = tensor.key, tensor.entry.dtype
         layer, experts, _ = name.partition("experts.")
         if experts and field == MODEL and layer in layers and dtype.is_floating_point:
-            found[layer] = max(found.get(layer, 0), dtype.itemsize)
-    return found
+            widest[layer] = max(widest.get(layer, 0), dtype.itemsize)
+    return widest
 
 
 KINDS = ("weight", "bias")
@@ -113,23 +113,23 @@ class NameRule:
     in_turn: bool = False
     row: bool = False
 
-    def split(self, one: Derived) -> list[Derived]:
+    def split(self, tensor: Derived) -> list[Derived]:
         """Split a tensor of the format into its neutral tensors."""
         if len(self.ours) == 1:
-            return [item_of(one, 0) if self.row else self._swapped(one)]
+            return [item_of(tensor, 0) if self.row else self._swapped(tensor)]
         if self.in_turn:
-            return [self._swapped(every(one, first, len(self.ours), self.axis))
+            return [self._swapped(every(tensor, first, len(self.ours), self.axis))
                     for first in range(len(self.ours))]
         shares = self.shares or (1,) * len(self.ours)
-        unit = one.entry.shape[self.axis] // (self.groups * sum(shares))
-        found: list[list[Derived]] = [[] for _ in shares]
+        unit = tensor.entry.shape[self.axis] // (self.groups * sum(shares))
+        pieces_by_tensor: list[list[Derived]] = [[] for _ in shares]
         start, before = 0, (slice(None),) * self.axis
         for _ in range(self.groups):
-            for pieces, share in zip(found, shares, strict=True):
+            for pieces, share in zip(pieces_by_tensor, shares, strict=True):
                 stop = start + share * unit
-                pieces.append(part_of(one, (*before, slice(start, stop))))
+                pieces.append(part_of(tensor, (*before, slice(start, stop))))
                 start = stop
-        return [self._swapped(_joined(pieces, self.axis)) for pieces in found]
+        return [self._swapped(_joined(pieces, self.axis)) for pieces in pieces_by_tensor]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
         """Join neutral tensors into a tensor of the format: the reverse of `split`."""
@@ -141,11 +141,11 @@ class NameRule:
                   else [self._swapped(part)] for part in parts]
         return _joined([piece for group in zip(*pieces, strict=True) for piece in group], self.axis)
 
-    def _swapped(self, one: Derived) -> Derived:
-        axes = len(one.entry.shape)  # an optimizer's step counter has no axes
+    def _swapped(self, tensor: Derived) -> Derived:
+        axes = len(tensor.entry.shape)  # an optimizer's step counter has no axes
         if not self.swap or axes < 2:
-            return one
-        return transposed(one, (*range(axes - 2), axes - 1, axes - 2))
+            return tensor
+        return transposed(tensor, (*range(axes - 2), axes - 1, axes - 2))
 
 
 def _joined(pieces: list[Derived], axis: int) -> Derived:
@@ -164,9 +164,9 @@ class _Index:
 
     def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
         """Return the rules for a name, each with the values of its placeholders."""
-        return [(rule, found.groupdict())
+        return [(rule, match.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
-                if (found := pattern.fullmatch(name))]
+                if (match := pattern.fullmatch(name))]
 
 
 class NameTable:
@@ -189,9 +189,9 @@ class NameTable:
         """Return the format's names of a neutral tensor of `experts` experts, or `name` if none
         match.
         """
-        found = [rule.theirs.format(**{"e": expert, **at}) for rule, at in self._ours.find(name)
+        names = [rule.theirs.format(**{"e": expert, **at}) for rule, at in self._ours.find(name)
                  for expert in range(experts if "{e}" in rule.theirs else 1)]
-        return found or [name]
+        return names or [name]
 
     def neutral(self, tensors: Iterable[Derived], others: Others,
                 experts: int = 0) -> Iterator[Derived]:
@@ -236,10 +236,10 @@ class NameTable:
         """
         single: dict[Key, list[tuple[NameRule, dict[str, str], Derived]]] = {}
         for key in source.entries:
-            found = self._ours.find(key[1])
-            if not found:
+            matches = self._ours.find(key[1])
+            if not matches:
                 yield others(source.tensor(key))
-            for rule, at in found:
+            for rule, at in matches:
                 whole = rule.join([
                     source.tensor(_required_key(source, (key[0], name.format(**at)), rule))
                     for name in rule.ours])
@@ -256,8 +256,7 @@ class NameTable:
 
 
 def _checked(one: Derived, name: str) -> Derived:
-    """Rename a tensor. An expert's tensor must have as many axes as its neutral name implies.
-    """
+    """Rename a tensor. An expert's tensor must have as many axes as its neutral name implies."""
     layer, experts, last = name.rpartition("experts.")
     if experts and one.key[0] == MODEL and len(last.rpartition("_")[2]) != len(one.entry.shape):
         raise CheckpointError(f"tensor {one.key[1]!r} has shape {one.entry.shape}, which does not "

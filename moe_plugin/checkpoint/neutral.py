@@ -151,7 +151,7 @@ class DecoderSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
         """Build settings from `to_dict`; raise `CheckpointError` for missing or unknown entries."""
-        known = {one.name for one in fields(cls)}
+        known = {setting.name for setting in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise CheckpointError(f"unknown model setting {unknown[0]!r}; known settings: "
                                   f"{sorted(known)}")
@@ -258,8 +258,7 @@ def is_zero(source: Source, name: str) -> bool:
 
 
 def masters(source: Source) -> list[Derived]:
-    """Return float32 copies of the 16-bit parameters with optimizer state, unless copies exist.
-    """
+    """Return float32 copies of the 16-bit parameters with optimizer state, unless copies exist."""
     trained = {name for field, name in source.entries if field != MODEL}
     if any(field == "master" for field, _ in source.entries):
         return []

@@ -297,12 +297,12 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
 def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     """Return the expert-parallel size and the number of shards of the layers."""
-    found = {}
+    sizes = {}
     for name, key in (("ep", "ep_size"), ("shards", "shards")):
         given = sorted({origin[key] for origin in layers.values() if key in origin})
         if given:
-            found[name] = given[0] if len(given) == 1 else given
-    return found
+            sizes[name] = given[0] if len(given) == 1 else given
+    return sizes
 
 
 def bytes_of_ranks(source: Source, world: int, ep: int) -> int:

@@ -81,9 +81,9 @@ def _save(scratch: Path, target: Path, model: nn.Module,
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
     with _on_all_ranks(comm, target):
-        own = model.state_dict()
-        _check_group(own, comm)
-        state = {"model": whole(own, comm),
+        model_state = model.state_dict()
+        _check_group(model_state, comm)
+        state = {"model": whole(model_state, comm),
                  "optimizer": whole(_optimizer_state(model, optimizer), comm)}
         checksums.write_sealed(scratch / part_name(comm.rank, comm.size),
                                lambda stream: torch.save(state, stream))
@@ -105,8 +105,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _group_of(model: nn.Module) -> Comm:
-    """Return the group of the model's layers, so that ranks do not write the same file.
-    """
+    """Return the group of the model's layers, so that ranks do not write the same file."""
     from moe_plugin.layer import layers_in  # slow to import, so only imported if there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
@@ -267,8 +266,8 @@ def _verify(source: Path, comm: Comm) -> dict[str, Any]:
 
 
 def _check_layers(theirs: Mapping[str, Mapping[str, int]],
-                  mine: Mapping[str, Mapping[str, int]]) -> None:
-    for prefix, origin in mine.items():
+                  model_layers: Mapping[str, Mapping[str, int]]) -> None:
+    for prefix, origin in model_layers.items():
         if prefix not in theirs:
             raise ValueError(f"the checkpoint has no MoE layer {prefix!r}; its MoE layers: "
                              f"{', '.join(theirs) or 'none'}{_of_wrappers(prefix, theirs)}")
@@ -290,16 +289,16 @@ def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
     return ""
 
 
-def _check_tensors(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    for key in [*mine, *state]:
-        if key not in state or key not in mine:
+def _check_tensors(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+    for key in [*model_state, *state]:
+        if key not in state or key not in model_state:
             where = "checkpoint" if key not in state else "model"
             raise ValueError(f"{key!r} is missing in the {where}; use a checkpoint of this model")
         theirs = state[key]
-        found = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
-        if isinstance(mine[key], Tensor) and found != tuple(mine[key].shape):
-            raise ValueError(f"{key!r} has shape {found} in the checkpoint, but shape "
-                             f"{tuple(mine[key].shape)} in the model; build the saved model")
+        shape = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
+        if isinstance(model_state[key], Tensor) and shape != tuple(model_state[key].shape):
+            raise ValueError(f"{key!r} has shape {shape} in the checkpoint, but shape "
+                             f"{tuple(model_state[key].shape)} in the model; build the saved model")
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -394,8 +393,8 @@ def whole(state: Any, comm: Comm) -> Any:
     return state.full_tensor().cpu()  # avoids a copy of the whole model on the device
 
 
-def as_stored(value: Any, mine: Any) -> Any:
+def as_stored(value: Any, target: Any) -> Any:
     """Shard a whole tensor like the tensor `mine`; return other values unchanged."""
-    if is_sharded(mine) and isinstance(value, Tensor) and value.shape == mine.shape:
-        return sharded_as(value, mine)
+    if is_sharded(target) and isinstance(value, Tensor) and value.shape == target.shape:
+        return sharded_as(value, target)
     return value

@@ -54,8 +54,8 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
     except (CheckpointError, UntrustedFile):
         raise
     except UNREADABLE as error:
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{what} ({kind}{short(error, 500)}); {remedy}") from error
+        error_type = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{what} ({error_type}{short(error, 500)}); {remedy}") from error
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
@@ -322,32 +322,32 @@ def in_memory(key: Key, tensor: Tensor) -> Derived:
                    lambda window: values[window])
 
 
-def transposed(one: Derived, order: Sequence[int]) -> Derived:
+def transposed(tensor: Derived, order: Sequence[int]) -> Derived:
     """Return the tensor with its axes in another order, as `Tensor.permute` does."""
     inverse = sorted(range(len(order)), key=lambda axis: order[axis])
-    shape = tuple(one.entry.shape[axis] for axis in order)
+    shape = tuple(tensor.entry.shape[axis] for axis in order)
 
     def read(window: Window) -> Tensor:
-        return one.read(tuple(window[axis] for axis in inverse)).permute(*order)
+        return tensor.read(tuple(window[axis] for axis in inverse)).permute(*order)
 
-    return Derived(one.key, replace(one.entry, shape=shape), read)
+    return Derived(tensor.key, replace(tensor.entry, shape=shape), read)
 
 
-def part_of(one: Derived, window: Window) -> Derived:
+def part_of(tensor: Derived, window: Window) -> Derived:
     """Return a window of the tensor as a separate tensor."""
-    outer = check_window(window, one.entry.shape)
+    outer = check_window(window, tensor.entry.shape)
 
     def read(inner: Window) -> Tensor:
-        return one.read(tuple(slice(at.start + part.start, at.start + part.stop)
-                              for at, part in zip(outer, inner, strict=True)))
+        return tensor.read(tuple(slice(at.start + part.start, at.start + part.stop)
+                                 for at, part in zip(outer, inner, strict=True)))
 
-    return Derived(one.key, replace(one.entry, shape=window_shape(outer)), read)
+    return Derived(tensor.key, replace(tensor.entry, shape=window_shape(outer)), read)
 
 
-def pieces_of(one: Derived, count: int, axis: int = 0) -> list[Derived]:
+def pieces_of(tensor: Derived, count: int, axis: int = 0) -> list[Derived]:
     """Cut the tensor along an axis into `count` pieces of equal size; a remainder is left out."""
-    size, before = one.entry.shape[axis] // count, (slice(None),) * axis
-    return [part_of(one, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
+    size, before = tensor.entry.shape[axis] // count, (slice(None),) * axis
+    return [part_of(tensor, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
 
 
 def joined(parts: Sequence[Derived], axis: int) -> Derived:
@@ -382,23 +382,22 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
     return Derived(first.key, TensorEntry(shape, first.entry.dtype, kept), read)
 
 
-def every(one: Derived, first: int, step: int, axis: int) -> Derived:
+def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
     """Return every `step`-th element along an axis, from `first` on; a remainder is left out."""
-    before, size = (slice(None),) * axis, one.entry.shape[axis] // step
-    shape = (*one.entry.shape[:axis], size, *one.entry.shape[axis + 1:])
+    before, size = (slice(None),) * axis, tensor.entry.shape[axis] // step
+    shape = (*tensor.entry.shape[:axis], size, *tensor.entry.shape[axis + 1:])
 
     def read(window: Window) -> Tensor:
         at = window[axis]
         wide = slice(at.start * step, at.stop * step)
-        return one.read((*window[:axis], wide, *window[axis + 1:]))[(*before, slice(first, None,
-                                                                                    step))]
+        return tensor.read((*window[:axis], wide, *window[axis + 1:]))[(*before, slice(first, None,
+                                                                                       step))]
 
-    return Derived(one.key, replace(one.entry, shape=shape), read)
+    return Derived(tensor.key, replace(tensor.entry, shape=shape), read)
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """Interleave tensors of one shape along an axis; the result has the key of the first tensor.
-    """
+    """Interleave tensors of one shape along an axis; the result has the key of the first tensor."""
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
     def read(window: Window) -> Tensor:
@@ -416,24 +415,24 @@ def stacked(parts: Sequence[Derived]) -> Derived:
     """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The result has the first
     key.
     """
-    return joined([_with_axis(one) for one in parts], 0)
+    return joined([_with_axis(tensor) for tensor in parts], 0)
 
 
-def _with_axis(one: Derived) -> Derived:
-    entry = replace(one.entry, shape=(1, *one.entry.shape))
+def _with_axis(tensor: Derived) -> Derived:
+    entry = replace(tensor.entry, shape=(1, *tensor.entry.shape))
 
     def read(window: Window) -> Tensor:
-        value = one.read(window[1:])
+        value = tensor.read(window[1:])
         return value[None] if window[0].stop > window[0].start else value[None][:0]
 
-    return Derived(one.key, entry, read)
+    return Derived(tensor.key, entry, read)
 
 
-def item_of(one: Derived, index: int) -> Derived:
+def item_of(tensor: Derived, index: int) -> Derived:
     """Return element `index` of axis 0 as a tensor without that axis."""
-    shape = one.entry.shape[1:]
-    return Derived(one.key, replace(one.entry, shape=shape),
-                   lambda window: one.read((slice(index, index + 1), *window))[0])
+    shape = tensor.entry.shape[1:]
+    return Derived(tensor.key, replace(tensor.entry, shape=shape),
+                   lambda window: tensor.read((slice(index, index + 1), *window))[0])
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:

@@ -164,29 +164,29 @@ def _with_stored_tensors(path: Path, state: Any, part: tuple[int, int],
     known: dict[Any, StoredTensor] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = _stored_tensor(path, tensor.detach(), part, check)
-        one = known.setdefault((one.start, one.entry, one.stride), one)
-        return Derived(("", ""), one.entry, one.read)
+        location = _stored_tensor(path, tensor.detach(), part, check)
+        location = known.setdefault((location.start, location.entry, location.stride), location)
+        return Derived(("", ""), location.entry, location.read)
 
     return _map_values(state, Tensor, stored)
 
 
 def read_all(value: Any) -> Any:
     """Copy nested mappings, lists and tuples, and read `Derived` tensors into new memory."""
-    def read(one: Derived) -> Tensor:
-        return one.read(full_window(one.entry.shape)).contiguous()
+    def read(tensor: Derived) -> Tensor:
+        return tensor.read(full_window(tensor.entry.shape)).contiguous()
 
     return _map_values(value, Derived, read)
 
 
-def _map_values(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
     """Copy nested mappings, lists and tuples, and apply `change` to all values of type `kind`."""
-    if isinstance(value, kind):
+    if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_values(entry, kind, change) for key, entry in value.items()}
+        return {key: _map_values(entry, type_, change) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_map_values(entry, kind, change) for entry in value)
+        return type(value)(_map_values(entry, type_, change) for entry in value)
     return value
 
 
@@ -291,9 +291,9 @@ def _blocks(order: Iterable[tuple[int, Derived]],
     Another thread reads the next block while the caller processes the current block.
     """
     ahead = None
-    for start, one in order:
-        for window in blocks(one.entry, BLOCK):
-            reading = reader.submit(_bytes_of, one, window)
+    for start, tensor in order:
+        for window in blocks(tensor.entry, BLOCK):
+            reading = reader.submit(_bytes_of, tensor, window)
             if ahead is not None:
                 yield ahead[0], ahead[1].result()
             ahead, start = (start, reading), None
@@ -318,8 +318,8 @@ def _write_all(file: io.FileIO, data: memoryview) -> None:
         written += file.write(data[written:])
 
 
-def _bytes_of(one: Derived, window: Window) -> memoryview:
-    values = one.read(window).contiguous()
+def _bytes_of(tensor: Derived, window: Window) -> memoryview:
+    values = tensor.read(window).contiguous()
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -334,8 +334,8 @@ def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, 
 
 def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
     """Return the file offset of each tensor of a skeleton, by the tensor's id."""
-    return {id(fake): there.untyped_storage()._checkpoint_offset
-            for there, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}
+    return {id(fake): stored.untyped_storage()._checkpoint_offset
+            for stored, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

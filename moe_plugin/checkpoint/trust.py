@@ -52,7 +52,7 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
     known = {*get_safe_globals()}
     # On exit `safe_globals` forgets all classes passed to it, even classes that were registered
     # before it was entered. So only new classes are passed.
-    with safe_globals([one for one in allowed if one not in known]):
+    with safe_globals([allowed_class for allowed_class in allowed if allowed_class not in known]):
         try:
             return torch_load(file, **{**options, "weights_only": True})
         except (pickle.UnpicklingError, RuntimeError) as error:
@@ -87,8 +87,8 @@ def check_sizes(file: Any, what: str) -> None:
     """
     with _opened(file) as stream, contextlib.suppress(zipfile.BadZipFile):
         members = zipfile.ZipFile(stream).infolist()
-        needed, size = sum(one.file_size for one in members), stream.seek(0, io.SEEK_END)
-        if needed > size or any(one.compress_type != zipfile.ZIP_STORED for one in members):
+        needed, size = sum(member.file_size for member in members), stream.seek(0, io.SEEK_END)
+        if needed > size or any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise ValueError(
                 f"{what} is {size} bytes large but expands to {needed} bytes; its members are "
                 "compressed or share data. torch.save does not write such files, and loading it "
@@ -144,17 +144,17 @@ def _pickles(stream: Any) -> Iterator[Any]:
 
 def _referenced_classes(stream: Any) -> set[str]:
     """Return the classes and functions that the next pickle of a stream references."""
-    found, texts = set[str](), ["", ""]
+    classes, texts = set[str](), ["", ""]
     # a damaged pickle yields the names ahead of the damage
     with contextlib.suppress(ValueError, EOFError):
         for operation, value, _ in pickletools.genops(stream):
             if operation.name in ("GLOBAL", "INST"):
-                found.add(".".join(str(value).split(" ", 1)))
+                classes.add(".".join(str(value).split(" ", 1)))
             elif operation.name == "STACK_GLOBAL":
-                found.add(".".join(texts))
+                classes.add(".".join(texts))
             elif isinstance(value, str):
                 texts = [texts[1], value]
-    return found
+    return classes
 
 
 class Unpickler(pickle.Unpickler):

@@ -142,12 +142,12 @@ def tell_left_out(source: Source) -> None:
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
     """Return the tensors of each layer's MLP by their names below the MLP."""
-    found: dict[int, dict[str, Derived]] = {}
+    mlps: dict[int, dict[str, Derived]] = {}
     for key in source.entries:
         parts = key[1].split(".")
         if key[0] == MODEL and parts[0] == "layers" and parts[2] == "mlp":
-            found.setdefault(int(parts[1]), {})[".".join(parts[3:])] = source.tensor(key)
-    return found
+            mlps.setdefault(int(parts[1]), {})[".".join(parts[3:])] = source.tensor(key)
+    return mlps
 
 
 def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, Derived]],
@@ -196,7 +196,7 @@ def _experts(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
     whole = transposed(mlp[part + ".weight"], (1, 0))  # [D, F], but [F, D] for w_out
     axis = 0 if out else 1
     factor = (1 - plan.shared) * g if out else 1.0
-    pieces = [_scaled(one, factor) for one in pieces_of(whole, g, axis)] * copies
+    pieces = [_scaled(piece, factor) for piece in pieces_of(whole, g, axis)] * copies
     yield stacked(pieces).renamed(f"{prefix}experts.{part}_{'LFD' if out else 'LDF'}")
     if part + ".bias" in mlp:
         bias = mlp[part + ".bias"]

@@ -149,12 +149,12 @@ class BlockPasses:
         for m, x in enumerate(self._x):
             with (torch.no_grad(), first_pass(), self.randomness(m, number),
                   record_routing() as tape):
-                y, own = self._call(number, x)
+                y, own_loss = self._call(number, x)
             if keep:
                 self._inputs[number].append(x)
                 self._tapes[number].append(tape)
             self._x[m] = y
-            self._add_balance(m, own)
+            self._add_balance(m, own_loss)
         if keep:
             # backward repeats the pass and must not change these buffers a second time
             self._moving[number] = [place for place, buffer in _buffers(module) if place not in
@@ -182,12 +182,12 @@ class BlockPasses:
             x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
             with (torch.enable_grad(), self.randomness(m, number), again,
                   unchanged_buffers(self.modules[number], [] if last else self._moving[number])):
-                y, own = self._call(number, x)
+                y, own_loss = self._call(number, x)
                 if last:
                     y = self.loss(y, self._targets[m])
                     self._losses.append(y.detach())
-                    self._add_balance(m, own)
-            ends = [(y, None if last else self._gradients[m]), (own, None)]
+                    self._add_balance(m, own_loss)
+            ends = [(y, None if last else self._gradients[m]), (own_loss, None)]
             # scalar losses start with an implicit gradient of 1; an output without a gradient is
             # skipped, because nothing after it depends on it
             ends = [(end, gradient) for end, gradient in ends if end is not None
@@ -211,11 +211,11 @@ class BlockPasses:
                              "or a tensor and a scalar loss")
         return y, own
 
-    def _add_balance(self, m: int, own: Tensor | None) -> None:
-        if own is not None:
+    def _add_balance(self, m: int, own_loss: Tensor | None) -> None:
+        if own_loss is not None:
             before = self._balance[m]
-            own = own.detach()
-            self._balance[m] = own.clone() if before is None else before + own
+            own_loss = own_loss.detach()
+            self._balance[m] = own_loss.clone() if before is None else before + own_loss
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:

@@ -103,11 +103,11 @@ class Tier(ABC):
         """Move stored tensors to memory and free their space. After a `TierError`, all tensors
         remain stored.
         """
-        made = [torch.empty(one.shape, dtype=one.dtype) for one in held]
-        for one, target in zip(held, made, strict=True):
-            self.read_into(one, target)
-        for one in held:
-            self.free(one)
+        made = [torch.empty(stored.shape, dtype=stored.dtype) for stored in held]
+        for stored, target in zip(held, made, strict=True):
+            self.read_into(stored, target)
+        for stored in held:
+            self.free(stored)
         return made
 
     def free(self, held: TierTensor) -> None:
@@ -141,7 +141,7 @@ class HostTier(Tier):
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
         """See `Tier`. The tensors are already in memory."""
-        return [one.tensor for one in held]
+        return [stored.tensor for stored in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         with torch.no_grad():

@@ -70,7 +70,7 @@ class CheckpointSizes:
 
     def given(self) -> tuple[str, ...]:
         """Return the names of the fields that are set."""
-        return tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
 class WriteProgress:
@@ -212,20 +212,20 @@ def detect(path: str | Path, trust: bool = False) -> str:
     """
     path, refused = Path(path), list[UntrustedFile]()
     unreadable: list[str] = []
-    found = [name for name in formats.names()
+    names = [name for name in formats.names()
              if _detects(name, path, trust, refused, unreadable)]
-    if not found and refused:
+    if not names and refused:
         raise refused[0]
-    if not found and not path.exists():
+    if not names and not path.exists():
         raise CheckpointError(f"checkpoint {str(path)!r} does not exist; use the path of its "
                               "folder or file")
-    if len(found) != 1:
+    if len(names) != 1:
         why = f" ({'; '.join(unreadable)})" if unreadable else ""
-        what = (f"matches several formats: {' and '.join(found)}" if found
-                else f"matches no known format{why}")
-        raise CheckpointError(f"checkpoint {str(path)!r} {what}; select its format with --from, "
+        problem = (f"matches several formats: {' and '.join(names)}" if names
+                   else f"matches no known format{why}")
+        raise CheckpointError(f"checkpoint {str(path)!r} {problem}; select its format with --from, "
                               f"one of {', '.join(formats.names())}")
-    return found[0]
+    return names[0]
 
 
 def _detects(name: str, path: Path, trust: bool, refused: list[UntrustedFile],
@@ -303,10 +303,10 @@ def _shortest_way(origin: str, to: str) -> list[MakesView]:
         steps |= {(name, other): view for other, view in formats.get(name).views_as.items()}
         steps |= {(other, name): view for other, view in formats.get(name).views_of.items()}
     ways: dict[str, list[MakesView]] = {origin: []}
-    for here in (reached := [origin]):
+    for reached_format in (reached := [origin]):
         for (start, end), view in steps.items():
-            if start == here and end not in ways:
-                ways[end] = [*ways[here], view]
+            if start == reached_format and end not in ways:
+                ways[end] = [*ways[reached_format], view]
                 reached.append(end)
     if to not in ways:
         raise CheckpointError(f"format {origin!r} cannot be converted to {to!r}; possible targets: "

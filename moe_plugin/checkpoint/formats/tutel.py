@@ -89,8 +89,7 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return the files of a pattern by rank, for the value of `{size}` with the most files.
-    """
+    """Return the files of a pattern by rank, for the value of `{size}` with the most files."""
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
     expression = re.compile(escaped.replace(r"\{size\}", r"(?P<size>\d+)"))
@@ -168,11 +167,11 @@ def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]
             f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, but the "
             f"layer has {experts} experts: files are missing or of another checkpoint")
     runs = [joined(parts[at:at + shards], 1) for at in range(0, size, shards)]
-    one = joined(runs, 0) if len(runs) > 1 else runs[0]
+    tensor = joined(runs, 0) if len(runs) > 1 else runs[0]
     if shards > 1 and name.endswith("batched_fc2_bias"):  # the last pieces are padded
         width = states[0][name.removesuffix("bias") + "w"].entry.shape[2]
-        return part_of(one, (slice(0, experts), slice(0, width)))
-    return one
+        return part_of(tensor, (slice(0, experts), slice(0, width)))
+    return tensor
 
 
 def _number(value: Any) -> Any:
@@ -307,10 +306,10 @@ def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:
     state = dict(source.values.get(COLUMNS, {}).get(MODEL, {}))
     for key in source.entries:
         prefix, inner = _split(key[1], source.layers)
-        one = source.tensor(key)
+        tensor = source.tensor(key)
         if prefix is not None and inner.startswith("experts."):
-            one = _part(one, rank, size, source.layers[prefix]["num_experts"])
-        state[key[1]] = one
+            tensor = _part(tensor, rank, size, source.layers[prefix]["num_experts"])
+        state[key[1]] = tensor
     for prefix, origin in source.layers.items():
         state[prefix + COUNT] = torch.tensor(origin["num_experts"])
     return state

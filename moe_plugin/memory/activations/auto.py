@@ -223,8 +223,8 @@ class AutoActivations(Activations):
         if self.tell is not no_probe:
             self.tell = no_probe
             steady = self._measured.steady
-            found = self._measured.forward_seconds()
-            if self.comm.agree_max([float(steady.contradicts(found))])[0]:
+            times = self._measured.forward_seconds()
+            if self.comm.agree_max([float(steady.contradicts(times))])[0]:
                 logger.info("activations: a step took much less time than the measured steps, so "
                             "the measurements are repeated")
                 self._measure_again()
@@ -277,19 +277,19 @@ class AutoActivations(Activations):
             self.use([SWAP] * len(self.blocks))
             self.decision, self.planned = None, True
 
-    def _agreed(self, mine: ModelProfile) -> ModelProfile:
+    def _agreed(self, profile: ModelProfile) -> ModelProfile:
         """Return the slowest and largest values of all ranks, so that they choose the same
         policies.
         """
         if self.comm.size == 1:
-            return mine
+            return profile
         keys = ("forward_s", "backward_s", "activation_bytes", "kept_bytes")
-        numbers = [float(getattr(block, key)) for block in mine.blocks for key in keys]
+        numbers = [float(getattr(block, key)) for block in profile.blocks for key in keys]
         # negated, because the slowest bandwidth is a minimum and ranks agree on maxima
-        *numbers, slowest = self.comm.agree_max([*numbers, -mine.in_bytes_s])
-        blocks = [BlockProfile(name=name, forward_s=one[0], backward_s=one[1],
-                               activation_bytes=int(one[2]), kept_bytes=int(one[3]))
-                  for name, one in zip(self.names, zip(*[iter(numbers)] * len(keys)))]
+        *numbers, slowest = self.comm.agree_max([*numbers, -profile.in_bytes_s])
+        blocks = [BlockProfile(name=name, forward_s=values[0], backward_s=values[1],
+                               activation_bytes=int(values[2]), kept_bytes=int(values[3]))
+                  for name, values in zip(self.names, zip(*[iter(numbers)] * len(keys)))]
         return ModelProfile(blocks=blocks, in_bytes_s=-slowest, out_bytes_s=-slowest, duplex=False)
 
     def _plan(self) -> None:
@@ -346,24 +346,24 @@ class _Measured:
 
     def complete(self, blocks: int) -> bool:
         """Return whether all blocks were measured. Frozen blocks have no backward pass."""
-        kinds = [kind for kind, _ in self.steady.best()]
+        kinds = [direction for direction, _ in self.steady.best()]
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
-    def __call__(self, what: str, begins: bool, one: Pass) -> None:
+    def __call__(self, what: str, begins: bool, block_pass: Pass) -> None:
         # a GPU computes asynchronously, so its work must end before the time is read
         wait_for_device(self.device)
         now = time.perf_counter()
         if begins:
-            self._begun[what, one.number] = now
+            self._begun[what, block_pass.number] = now
             return
-        began = self._begun.pop((what, one.number), None)
-        if what == "forward" and one.saved is not None:
-            known = self.sizes.get(one.index)
-            needed = max(one.saved.moved + one.saved.stayed, one.input_bytes)
+        began = self._begun.pop((what, block_pass.number), None)
+        if what == "forward" and block_pass.saved is not None:
+            known = self.sizes.get(block_pass.index)
+            needed = max(block_pass.saved.moved + block_pass.saved.stayed, block_pass.input_bytes)
             if known is None or needed > known.activations:
-                self.sizes[one.index] = BlockSizes(needed, one.input_bytes)
+                self.sizes[block_pass.index] = BlockSizes(needed, block_pass.input_bytes)
         if began is not None and self.step >= len(MEASURING) - 1:
-            self._seconds[what][one.index].append(now - began)
+            self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
         """End a step whose times count. The time of a block is the median of its passes."""

@@ -112,19 +112,19 @@ class Pass:
 
     def of(self, index: int) -> Pass | None:
         """Return the same micro-batch's pass of another block, or None if it does not exist."""
-        one: Pass | None = self
-        while one is not None and one.index != index:
-            one = one.earlier
-        return one
+        candidate: Pass | None = self
+        while candidate is not None and candidate.index != index:
+            candidate = candidate.earlier
+        return candidate
 
     def in_flight(self) -> bool:
         """Return whether this pass or a later pass of its micro-batch still needs its backward
         pass.
         """
-        one: Pass | None = self
-        while one is not None and one.ended:
-            one = one._later and one._later()
-        return one is not None
+        candidate: Pass | None = self
+        while candidate is not None and candidate.ended:
+            candidate = candidate._later and candidate._later()
+        return candidate is not None
 
     def count(self, nbytes: int) -> None:
         """Set the bytes on the device of this pass. Swapped storages count their bytes separately.
@@ -274,14 +274,14 @@ class Activations(RunFeature):
             self.in_flight = max(self.in_flight, sum(one.in_flight() for one in self._live))
         return self._latest
 
-    def _wait(self, one: Pass, waits: Mapping[int, int]) -> None:
-        before = one.of(waits.get(one.index, -1))
+    def _wait(self, block_pass: Pass, waits: Mapping[int, int]) -> None:
+        before = block_pass.of(waits.get(block_pass.index, -1))
         if before is not None:
             self.swapper.leave(before.number)
 
-    def _keep(self, one: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _keep(self, block_pass: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        one.count(self._activation_bytes(one))
+        block_pass.count(self._activation_bytes(block_pass))
         return output
 
     def _recompute(self, one: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -291,14 +291,14 @@ class Activations(RunFeature):
             return checkpoint(_call, forward, args, kwargs, use_reentrant=False,
                               context_fn=functools.partial(self._contexts, self.blocks[one.index]))
 
-    def _swap(self, one: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _swap(self, block_pass: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
         masks = [x for x in tensors((args, kwargs)) if not x.requires_grad]
-        block = self.blocks[one.index]
-        one.saved = Saved(self.swapper, self.names[one.index], one.number,
-                          itertools.chain(masks, block.parameters(), block.buffers()))
-        with one.saved.hooks():
+        block = self.blocks[block_pass.index]
+        block_pass.saved = Saved(self.swapper, self.names[block_pass.index], block_pass.number,
+                                 itertools.chain(masks, block.parameters(), block.buffers()))
+        with block_pass.saved.hooks():
             output = forward(*args, **kwargs)
-        one.count(one.saved.stayed)
+        block_pass.count(block_pass.saved.stayed)
         return output
 
     def _contexts(self, block: nn.Module) -> tuple[Any, Any]:
@@ -306,25 +306,25 @@ class Activations(RunFeature):
         return (_combined([first for first, _ in made]),
                 _combined([unchanged_buffers(block), *(second for _, second in made)]))
 
-    def _activation_bytes(self, one: Pass) -> int:
+    def _activation_bytes(self, block_pass: Pass) -> int:
         """Return the measured activation bytes of the block, scaled to an input of this size."""
-        sizes = self.sizes.get(one.index)
+        sizes = self.sizes.get(block_pass.index)
         if sizes is None:
             return 0
-        return sizes.activations * one.input_bytes // max(1, sizes.inputs)
+        return sizes.activations * block_pass.input_bytes // max(1, sizes.inputs)
 
-    def _backward_begins(self, one: Pass) -> None:
-        self.tell("backward", True, one)
-        self._wait(one, self.order.backward_waits)
-        if one.policy == "recompute":
-            one.count(max(one.input_bytes, self._activation_bytes(one)))
-        wanted = [one, *map(one.of, self.order.fetches.get(one.index, ()))]
+    def _backward_begins(self, block_pass: Pass) -> None:
+        self.tell("backward", True, block_pass)
+        self._wait(block_pass, self.order.backward_waits)
+        if block_pass.policy == "recompute":
+            block_pass.count(max(block_pass.input_bytes, self._activation_bytes(block_pass)))
+        wanted = [block_pass, *map(block_pass.of, self.order.fetches.get(block_pass.index, ()))]
         for other in wanted:
             if other is not None and other.saved is not None:
                 other.saved.fetch()
 
 
-def no_probe(what: str, begins: bool, one: Pass) -> None:
+def no_probe(direction: str, begins: bool, block_pass: Pass) -> None:
     """A `Probe` that does nothing."""
 
 
@@ -352,8 +352,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors(each)
+        for entry in value:
+            yield from tensors(entry)
     elif isinstance(value, Mapping):
         yield from tensors(tuple(value.values()))
     elif dataclasses.is_dataclass(value):

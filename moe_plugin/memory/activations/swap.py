@@ -93,8 +93,8 @@ class SwappedStorage:
         with self._lock:
             self._wanted = True
             # after a change in place, only the tier has the values that were saved
-            there = self._source is not None and self._alias._version == self.version
-        if not there and self._in is None:
+            on_device = self._source is not None and self._alias._version == self.version
+        if not on_device and self._in is None:
             # allocated here, so that the memory belongs to this stream
             if self.swapper.copier.device.type == "cuda":
                 self._allocate()

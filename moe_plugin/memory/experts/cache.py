@@ -216,9 +216,9 @@ class ExpertCache:
         """
         keys = [(layer, expert) for expert in experts]
         with self._lock:
-            there = sum(key in self._slot for key in keys)
-            counters.hits, counters.misses = (counters.hits + there,
-                                              counters.misses + len(keys) - there)
+            num_in_slots = sum(key in self._slot for key in keys)
+            counters.hits, counters.misses = (counters.hits + num_in_slots,
+                                              counters.misses + len(keys) - num_in_slots)
             self._grow(max(1, len(keys)))
             # pinned before they are loaded, so that loading one expert does not evict another of
             # the call

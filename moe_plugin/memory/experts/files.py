@@ -94,8 +94,8 @@ class ExpertFile:
         return made
 
     def _offset(self, name: str, expert: int) -> int:
-        one = torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
-        return self._offsets[name] + expert * one
+        expert_bytes = torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
+        return self._offsets[name] + expert * expert_bytes
 
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,

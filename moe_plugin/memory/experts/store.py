@@ -128,8 +128,8 @@ class FileWeights:
                 for name, target in targets.items():
                     read_values(held[name], target, file.name)
 
-        one = sum(held.nbytes for held in file.held(0).values())
-        return copier.start_call(read, len(parts) * one)
+        expert_bytes = sum(held.nbytes for held in file.held(0).values())
+        return copier.start_call(read, len(parts) * expert_bytes)
 
     @property
     def version(self) -> object:

@@ -308,13 +308,13 @@ def stored_names(model: nn.Module) -> set[str]:
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
     """A context in which `state_dict` returns meta tensors for experts in files."""
-    found = [module for module in model.modules() if isinstance(module, StoredExperts)]
-    for module in found:
+    modules = [module for module in model.modules() if isinstance(module, StoredExperts)]
+    for module in modules:
         module._values_wanted = False
     try:
         yield
     finally:
-        for module in found:
+        for module in modules:
             module._values_wanted = True
 
 
@@ -387,8 +387,8 @@ def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
         leaves = [tensors[name].requires_grad_() for name in names if sums]
         y = experts.call(x, rows, experts.template.compute_parameters(
             dict(zip(names, leaves, strict=False)) or tensors), ctx.strategy)
-    found = torch.autograd.grad(y, inputs + leaves, grad, allow_unused=True)
-    for total, part in zip(sums, found[len(inputs):], strict=True):
+    gradients = torch.autograd.grad(y, inputs + leaves, grad, allow_unused=True)
+    for total, part in zip(sums, gradients[len(inputs):], strict=True):
         if total is not None and part is not None:
             total[list(active)] = part.to(total.device, total.dtype)
-    return found[0], found[1] if gates_TK is not None else None
+    return gradients[0], gradients[1] if gates_TK is not None else None

@@ -86,11 +86,11 @@ class StreamedBlock:
         """Return the parameters, with new parameters for `mains` that keep the attributes set by
         hosts.
         """
-        found = list(self.params)
+        parameters = list(self.params)
         for i, x in zip(self.mains, values, strict=True):
-            found[i] = nn.Parameter(x)
-            vars(found[i]).update(vars(self.params[i]))
-        return found
+            parameters[i] = nn.Parameter(x)
+            vars(parameters[i]).update(vars(self.params[i]))
+        return parameters
 
     def _leave_device(self, tier: Tier) -> None:
         self._weights = TierBuffer(tier)
@@ -238,8 +238,8 @@ class StreamedBlock:
             except Exception:  # noqa: BLE001 - the error of the step is raised
                 # after TierError the space is free already; after other errors its state is unknown
                 held = []
-            for one in held:
-                self.tier.free(one)
+            for stored in held:
+                self.tier.free(stored)
         drop_gradients([*self.params, *self.graded, *self.stepped])
 
     def read(self) -> list[Tensor]:
@@ -298,8 +298,8 @@ class StreamedBlock:
         staged = [] if self._state is None else self._stage_files(weights)
 
         def finish(taken: bool) -> None:
-            for each in staged:
-                each(taken)
+            for finish_part in staged:
+                finish_part(taken)
             if taken and self._state is None:
                 self.write(weights)
             if taken:

@@ -68,10 +68,10 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
     Raises: ValueError: no segments fit (the message contains the required memory), or see
     `measured_layers`.
     """
-    found = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
-                 trainer.bytes_beside_segments)
-    trainer.use_segments(found.counts)
-    return found
+    segment_plan = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
+                        trainer.bytes_beside_segments)
+    trainer.use_segments(segment_plan.counts)
+    return segment_plan
 
 
 class SegmentsOnce:
@@ -187,9 +187,9 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
     _check(block, path)
     with _open(path) as file:
         names = [name for name in file.held if name.startswith(_BESIDE)]
-        kinds = sorted({name.split(".")[1] for name in names})
-        return {kind: [file.read(f"{_BESIDE}{kind}.{name}") for name in block.names]
-                for kind in kinds}
+        labels = sorted({name.split(".")[1] for name in names})
+        return {label: [file.read(f"{_BESIDE}{label}.{name}") for name in block.names]
+                for label in labels}
 
 
 def _existing_folder(folder: Path) -> Path:
@@ -208,7 +208,7 @@ def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str,
 
 
 def _additional_tensors(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
-    return {f"{_BESIDE}{kind}.{name}": x.contiguous() for kind, tensors in beside.items()
+    return {f"{_BESIDE}{label}.{name}": x.contiguous() for label, tensors in beside.items()
             for name, x in zip(block.names, tensors, strict=True)}
 
 

@@ -59,21 +59,21 @@ class Slots:
         """
         for position, index in enumerate(order):
             self._claim(index)
-            here = self.segments[index][::-1] if backward else self.segments[index]
+            current_blocks = self.segments[index][::-1] if backward else self.segments[index]
             coming: list[StreamedBlock] = []
             if overlap and position + 1 < len(order):
                 self._claim(order[position + 1])
                 coming = self.segments[order[position + 1]]
                 coming = [b for b in (coming[::-1] if backward else coming)
                           if b.number not in self._tickets]
-            for number, block in enumerate(here):
+            for number, block in enumerate(current_blocks):
                 self._fetch(block)
                 before(block)
                 # The copier works in order. The next segment's copies are spread over this
                 # segment's blocks, so that copies which `before` starts do not wait behind all of
                 # them.
-                share = slice(len(coming) * number // len(here),
-                              len(coming) * (number + 1) // len(here))
+                share = slice(len(coming) * number // len(current_blocks),
+                              len(coming) * (number + 1) // len(current_blocks))
                 for other in coming[share]:
                     self._fetch(other)
                 self._attach(block)

@@ -264,9 +264,9 @@ class StreamedTrainer:
 
     def _sum_gradients(self, block: StreamedBlock) -> None:
         """Sum gradients of the block and of the resident blocks that may share weights with it."""
-        for each in (block, *(b for b in self.blocks if not b.streams)):
+        for summed_block in (block, *(b for b in self.blocks if not b.streams)):
             if self.float32_sums:
-                each.sum_gradients()
+                summed_block.sum_gradients()
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:

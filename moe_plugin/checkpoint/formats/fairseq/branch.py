@@ -63,11 +63,11 @@ def _find(path: Path) -> list[str]:
     shared = f"{stem}-shared.pt"
     if not os.path.isfile(shared):
         return []
-    found = files.rank_files(f"{stem}.pt")
-    if missing := sorted(set(range(max(1, len(found)))) - set(found)):
+    paths_by_rank = files.rank_files(f"{stem}.pt")
+    if missing := sorted(set(range(max(1, len(paths_by_rank)))) - set(paths_by_rank)):
         raise CheckpointError(f"checkpoint file '{stem}-rank-{missing[0]}.pt', which contains "
                               f"experts, is missing next to {shared!r}; restore it")
-    return [shared, *(found[rank] for rank in sorted(found))]
+    return [shared, *(paths_by_rank[rank] for rank in sorted(paths_by_rank))]
 
 
 def _open(paths: Sequence[str], trusted: bool) -> Source:
@@ -167,12 +167,12 @@ def _why_unassignable(state: State, model: State, path: str) -> str:
     # -1: fairscale's optimizer state is in another file
     if optimizer == -1 or "param_id_map" in optimizer:
         return f"the state in {path!r} consists of pieces of --ddp-backend fully_sharded"
-    found = optimizer.get("state") or {}
-    names = _trained(model, len(found))
-    if len(names) != len(found):
-        return (f"the state in {path!r} is of {len(found)} parameters, but its model has "
+    state_by_index = optimizer.get("state") or {}
+    names = _trained(model, len(state_by_index))
+    if len(names) != len(state_by_index):
+        return (f"the state in {path!r} is of {len(state_by_index)} parameters, but its model has "
                 f"{len(model)} tensors")
-    for (_, values), name in zip(sorted(found.items()), names, strict=True):
+    for (_, values), name in zip(sorted(state_by_index.items()), names, strict=True):
         for field, value in values.items():
             if isinstance(value, Derived) and value.entry.shape and \
                     value.entry.shape != model[name].entry.shape:
@@ -200,17 +200,17 @@ class BranchFormat(Format):
 
     def detect(self, path: Path, trust: bool = False) -> bool:
         try:
-            found = _find(path)
-            return bool(found) and files.MANIFEST not in read_file(found[0], trust)
+            paths = _find(path)
+            return bool(paths) and files.MANIFEST not in read_file(paths[0], trust)
         except CheckpointError:
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        found = _find(path)
-        if not found:
+        paths = _find(path)
+        if not paths:
             raise CheckpointError("there is no checkpoint of fairseq's moe branch at "
                                   f"{str(path)!r}: use its folder, or NAME.pt for NAME-shared.pt")
-        return _open(found, trust)
+        return _open(paths, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:

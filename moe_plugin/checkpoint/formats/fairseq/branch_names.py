@@ -41,20 +41,20 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
     Raises:
         CheckpointError: the expert's parameter is not in `EXPERT`.
     """
-    found = _BRANCH_EXPERT.fullmatch(name)
-    if found is None:
+    match = _BRANCH_EXPERT.fullmatch(name)
+    if match is None:
         return None
-    if found[3] not in EXPERT:
+    if match[3] not in EXPERT:
         raise CheckpointError(f"{name!r} is a parameter of an expert that our layer does not have; "
                               f"the parameters of an expert are {', '.join(EXPERT)}")
-    return found[1], int(found[2]), found[3]
+    return match[1], int(match[2]), match[3]
 
 
 def renumbered(name: str, index: int) -> str:
     """Return the branch's name of an expert's parameter with another expert number."""
-    found = _BRANCH_EXPERT.fullmatch(name)
-    assert found is not None
-    return f"{found[1]}experts.{index}.{found[3]}"
+    match = _BRANCH_EXPERT.fullmatch(name)
+    assert match is not None
+    return f"{match[1]}experts.{index}.{match[3]}"
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
@@ -86,12 +86,12 @@ def _experts(source: Source) -> int:
 
 def to_branch(source: Source) -> View:
     """Return a view that maps the names of our fairseq models to the branch's names."""
-    def others(one: Derived) -> Derived:
-        if one.key[1].startswith(tuple(source.layers)):
+    def others(tensor: Derived) -> Derived:
+        if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
-                f"the branch's MoE layer has no counterpart for {one.key[1]!r}; its gate is a "
+                f"the branch's MoE layer has no counterpart for {tensor.key[1]!r}; its gate is a "
                 "single linear map, and its experts have two layers with biases")
-        return one
+        return tensor
 
     prefixes = {prefix: prefix.removesuffix("moe.") for prefix in source.layers}
     names, experts = _table(prefixes.values()), _experts(source)
@@ -126,15 +126,15 @@ def _ordered(names: Iterable[str], place: Any) -> list[str]:
 
 
 def _layer_of(name: str) -> str:
-    found = _LAYER.match(name)
-    return name if found is None else found[1]
+    match = _LAYER.match(name)
+    return name if match is None else match[1]
 
 
 def _our_place(name: str) -> tuple[int, int]:
     if ".moe_layer." not in name:
         return (0, 0)
-    found = _OUR_EXPERT.fullmatch(name)
-    return (1, 0) if found is None else (1, 1 + _OURS.index(found[2]))
+    match = _OUR_EXPERT.fullmatch(name)
+    return (1, 0) if match is None else (1, 1 + _OURS.index(match[2]))
 
 
 def _branch_place(name: str) -> tuple[int, int, int]:

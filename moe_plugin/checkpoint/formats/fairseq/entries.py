@@ -66,14 +66,14 @@ def names_by_order(state: Mapping[str, Any]) -> list[str]:
     empty if numbers or shapes show that the optimizer stores something else, such as flattened
     parameters or several parts.
     """
-    found = (state.get(OPTIMIZER) or {}).get("state") or {}
+    state_by_index = (state.get(OPTIMIZER) or {}).get("state") or {}
     known = {**state["model"], **{f"{CRITERION}.{name}": value for name, value
                                   in (state.get(CRITERION) or {}).items()}}
-    names = trained_names(list(known), known, len(found))
-    if list(found) != list(range(len(names))):
+    names = trained_names(list(known), known, len(state_by_index))
+    if list(state_by_index) != list(range(len(names))):
         return []
     fits = (not isinstance(value, Derived) or value.entry.shape in ((), known[name].entry.shape)
-            for name, values in zip(names, found.values(), strict=True)
+            for name, values in zip(names, state_by_index.values(), strict=True)
             for value in values.values())
     return names if all(fits) else []
 

@@ -68,8 +68,8 @@ def has_rank(filename: str) -> bool:
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
     """Return the files of all ranks for a name with or without rank; end: suffix after `.pt`."""
-    found = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
-    return {int(number): path for path in sorted(found)
+    paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
+    return {int(number): path for path in sorted(paths)
             for number in _RANK.findall(path.removesuffix(end))}
 
 
@@ -236,8 +236,8 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
     Raises:
         ValueError: raised on every rank, with the error of the first rank that refuses its file.
     """
-    mine = _survey(filename, wanted)
-    everyone: list[_Survey] = gather(mine, group)
+    survey_of_rank = _survey(filename, wanted)
+    everyone: list[_Survey] = gather(survey_of_rank, group)
     for survey in everyone:
         if survey.refusal:
             raise ValueError(survey.refusal)
@@ -248,8 +248,8 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
     if _never_finished(steps):
         return _older_checkpoint(filename, wanted, group)
     step = newest_common(filename, steps)
-    if step is not None and mine.steps[step] != filename:
-        os.replace(mine.steps[step], filename)
+    if step is not None and survey_of_rank.steps[step] != filename:
+        os.replace(survey_of_rank.steps[step], filename)
     return filename
 
 
@@ -273,8 +273,8 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
     """Return whether ranks were killed in the first phase of the first save under a name."""
-    found = [path for steps in everyone for path in steps.values()]
-    return not all(everyone) and all(path.endswith(PENDING) for path in found) and bool(found)
+    paths = [path for steps in everyone for path in steps.values()]
+    return not all(everyone) and all(path.endswith(PENDING) for path in paths) and bool(paths)
 
 
 def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
@@ -292,15 +292,15 @@ def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, 
     folder, name = os.path.split(without_rank(filename))
     if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
         return {}
-    found: dict[int, list[str]] = {}
+    paths_by_step: dict[int, list[str]] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "checkpoint*.pt*"))):
         if _RANK.findall(path.removesuffix(PENDING)) != _RANK.findall(filename):
             continue
         try:
-            found.setdefault(_step_of(path, _load(path), wanted), []).append(path)
+            paths_by_step.setdefault(_step_of(path, _load(path), wanted), []).append(path)
         except UNREADABLE:
             pass
-    return found
+    return paths_by_step
 
 
 def _first_undamaged(paths: Sequence[str]) -> str | None:

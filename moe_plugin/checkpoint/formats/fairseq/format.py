@@ -107,7 +107,7 @@ def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) 
     left_out: receives the error text, with file and reason, for each unreadable file. Optional.
     """
     whole = files.without_rank(name)
-    found: dict[tuple[int, int, int, int], dict[int, str]] = {}
+    paths_by_step: dict[tuple[int, int, int, int], dict[int, str]] = {}
     for path in (whole, whole + files.PENDING, *files.rank_files(whole).values(),
                  *files.rank_files(whole, files.PENDING).values()):
         if not os.path.isfile(path):
@@ -120,11 +120,11 @@ def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) 
             continue
         key = tuple(manifest[name] for name in ("num_updates", "world_size",
                                                 "expert_parallel_size", "num_experts"))
-        of_step = found.setdefault(key, {})
+        of_step = paths_by_step.setdefault(key, {})
         if manifest["rank"] not in of_step or not path.endswith(files.PENDING):
             of_step[manifest["rank"]] = path
     return [Written(world, ep, experts, step, tuple(paths[rank] for rank in range(ep)))
-            for (step, world, ep, experts), paths in sorted(found.items(), reverse=True)
+            for (step, world, ep, experts), paths in sorted(paths_by_step.items(), reverse=True)
             if all(rank in paths for rank in range(ep))]
 
 
@@ -242,9 +242,9 @@ def state_by_index(columns: Mapping[str, Mapping[str, Any]],
     """Return an optimizer's state by the index of the parameter in `order`."""
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
-        found = {field: column[name] for field, column in columns.items() if name in column}
-        if found:
-            state[index] = found
+        values = {field: column[name] for field, column in columns.items() if name in column}
+        if values:
+            state[index] = values
     return state
 
 

@@ -100,8 +100,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of the model tensors of a dense `fairseq` source, with neutral names.
-    """
+    """Return a view of the model tensors of a dense `fairseq` source, with neutral names."""
     if source.layers:
         raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "
                               "model")

@@ -78,8 +78,8 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
                           if one.key[1] == POSITIONS else one for one in found), _without_name)
 
 
-def _without_name(one: Derived) -> Derived:
-    name = one.key[1]
+def _without_name(tensor: Derived) -> Derived:
+    name = tensor.key[1]
     if width := re.search(r"\bproject_(in|out)_dim\b", name):
         raise CheckpointError(
             f"tensor {name!r} projects embeddings of another width (fairseq's default width is 512 "
@@ -117,9 +117,9 @@ def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> It
         sinusoidal: the model has sinusoidal positions.
     """
     if tied:
-        for one in tensors:
-            if one.key == (MODEL, "decoder.embed_tokens.weight"):
-                yield one.renamed("decoder.output_projection.weight")
+        for tensor in tensors:
+            if tensor.key == (MODEL, "decoder.embed_tokens.weight"):
+                yield tensor.renamed("decoder.output_projection.weight")
     for name, value in _BUFFERS.items():
         if name == "decoder.version" or sinusoidal:
             yield filled((MODEL, name), (1,), torch.float32, value)

@@ -113,8 +113,8 @@ def part_state(path: str, rank: int = 0, size: int = 1,
             f"checkpoint {without_rank(path)!r} is incomplete: "
             f"{'; '.join(left_out) or 'a file of a rank is missing, or of another step'}; restore "
             "the file, or choose another checkpoint with --path")
-    if found := damage(steps[0].paths[rank::size], "--path"):
-        raise CheckpointError(found)
+    if error := damage(steps[0].paths[rank::size], "--path"):
+        raise CheckpointError(error)
     with open_written(steps[0], trusted) as source:
         state = columns_of_rank(source, rank, size)[MODEL]
         return {name: value if leave_experts and ".moe.experts." in name

@@ -71,12 +71,12 @@ def upcycle(source: Source, plan: Upcycling) -> View:
 
 def _mlps(source: Source) -> dict[tuple[str, int], dict[str, Derived]]:
     """Return the tensors of each MLP by their neutral names below it, by stack and layer."""
-    found: dict[tuple[str, int], dict[str, Derived]] = {}
+    mlps: dict[tuple[str, int], dict[str, Derived]] = {}
     for key in source.entries:
         if key[0] == MODEL and (name := _MLP.fullmatch(key[1])):
             part = f"{('w_in', 'w_out')[int(name[3]) - 1]}.{name[4]}"
-            found.setdefault((name[1], int(name[2])), {})[part] = source.tensor(key)
-    return found
+            mlps.setdefault((name[1], int(name[2])), {})[part] = source.tensor(key)
+    return mlps
 
 
 def _prefix(place: tuple[str, int]) -> str:
@@ -91,8 +91,8 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[tuple[str, int], Any
             yield source.tensor(key)
     for number, place in enumerate(mlps):
         if place in chosen:
-            for one in moe_tensors(chosen[place], plan, number, ""):
-                yield one.renamed(_prefix(place) + LAYER_NAMES[one.key[1]])
+            for tensor in moe_tensors(chosen[place], plan, number, ""):
+                yield tensor.renamed(_prefix(place) + LAYER_NAMES[tensor.key[1]])
 
 
 def _flags(plan: Upcycling, every: Mapping[str, int],

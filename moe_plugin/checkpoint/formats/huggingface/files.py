@@ -121,8 +121,7 @@ def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise `CheckpointError` if the file is missing or invalid.
-    """
+    """Read a JSON object from a file; raise `CheckpointError` if the file is missing or invalid."""
     try:
         check_input(path)
         values = json.loads(path.read_text(encoding="utf-8"))

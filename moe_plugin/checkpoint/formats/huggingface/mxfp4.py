@@ -68,8 +68,8 @@ def _numbers(name: str, blocks: Derived, scales: Derived, dtype: torch.dtype) ->
         codes = blocks.read((expert, out, group, *full_window(shape[3:])))
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
         power = (scales.read((expert, out, group)).float() - 127).exp2()
-        found = (_E2M1[pairs] * power[..., None]).flatten(-2).transpose(1, 2)
+        values = (_E2M1[pairs] * power[..., None]).flatten(-2).transpose(1, 2)
         start = first * _SHARE
-        return found[:, into.start - start:into.stop - start].to(dtype)
+        return values[:, into.start - start:into.stop - start].to(dtype)
 
     return Derived((MODEL, name), TensorEntry((experts, groups * _SHARE, outer), dtype), read)

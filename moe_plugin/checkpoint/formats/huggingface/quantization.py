@@ -153,9 +153,9 @@ class Dequantized(View):
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """Return the data type of a model from its `config.json`; defaults to bfloat16."""
-    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    plain = isinstance(found, torch.dtype) and found.is_floating_point and not is_code(found)
-    return found if plain else torch.bfloat16
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    plain = isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype)
+    return dtype if plain else torch.bfloat16
 
 
 def _plain(source: Source, quantization: Mapping[str, Any],

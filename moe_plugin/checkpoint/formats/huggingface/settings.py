@@ -138,14 +138,14 @@ def _rotary(config: Mapping[str, Any], default: float,
             part: float | None) -> tuple[float, float, dict[str, Any]]:
     """Return base, rotated part and scaling; transformers 5 has all of them in `rope_parameters`.
     """
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(found.pop("rope_theta", None) or config.get("rope_theta") or default)
-    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    found.pop("type", None)
-    turned = float(found.pop("partial_rotary_factor", None) or part or 1.0)
-    if kind == "default" and not found:
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or default)
+    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    turned = float(scaling.pop("partial_rotary_factor", None) or part or 1.0)
+    if rope_type == "default" and not scaling:
         return base, turned, {}
-    return base, turned, {"rope_type": kind, **found}
+    return base, turned, {"rope_type": rope_type, **scaling}
 
 
 def _latent(get: Any) -> dict[str, Any]:
@@ -156,17 +156,17 @@ def _latent(get: Any) -> dict[str, Any]:
 
 def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return settings that have no neutral name and differ from their usual value."""
-    found = {}
+    extra = {}
     for key, value in config.items():
         if key in INERT or key in _READ or value in (None, False):
             continue
         if key == "layer_types" and set(value) == {"full_attention"}:
             continue
         if key not in _USUAL or value != _USUAL[key]:
-            found[key] = value
+            extra[key] = value
     if config.get("use_sliding_window"):
-        found["use_sliding_window"] = True
-    return found
+        extra["use_sliding_window"] = True
+    return extra
 
 
 def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
@@ -196,15 +196,15 @@ def _refuse_other_kinds(model: NeutralModel) -> None:
              "--swiglu": not s.gated and "MLP has no gate",
              "--position-embedding-type rope": s.positions != "rotary" and
              f"position type is {short(s.positions)}"}
-    found = [what for what in wrong.values() if what]
+    problems = [problem for problem in wrong.values() if problem]
     if not s.pre_norm:
-        found.append("norms follow attention and MLP")
-    if not found:
+        problems.append("norms follow attention and MLP")
+    if not problems:
         return
-    flags = [flag for flag, what in wrong.items() if what]
+    flags = [flag for flag, problem in wrong.items() if problem]
     flags += ["--disable-bias-linear"] if model.biases == "all" else []
     raise CheckpointError(
-        f"no Hugging Face family supports this model, whose {' and '.join(found)}; train it in "
+        f"no Hugging Face family supports this model, whose {' and '.join(problems)}; train it in "
         f"Megatron{' with ' * bool(flags)}{' '.join(flags)}, or choose another "
         "format with --to")
 
@@ -232,7 +232,7 @@ def refusals(family: Family, model: NeutralModel) -> Iterator[str]:
         *((f"{name}={value}", name in decoder.extras, "does not support it")
           for name, value in s.extra.items()),
     ]
-    return (cut(f"{what} (the family {why})") for what, fits, why in checks if not fits)
+    return (cut(f"{problem} (the family {reason})") for problem, fits, reason in checks if not fits)
 
 
 def _of_block(block: Block, decoder: Decoder,

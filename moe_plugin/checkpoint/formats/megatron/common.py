@@ -51,14 +51,14 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
     """Yield the tensors of a checkpoint by field and numbered name."""
-    for stored, one in tensors.items():
+    for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):
-            for layer in range(one.entry.shape[0]):
+            for layer in range(tensor.entry.shape[0]):
                 key = (field, f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}")
-                yield replace(item_of(one, layer), key=key)
+                yield replace(item_of(tensor, layer), key=key)
         else:
-            yield replace(one, key=(field, name))
+            yield replace(tensor, key=(field, name))
 
 
 def is_stacked(name: str) -> bool:
@@ -68,10 +68,10 @@ def is_stacked(name: str) -> bool:
 
 def split_field(stored: str) -> tuple[str, str]:
     """Split a stored tensor's name into field and parameter name."""
-    found = _OPTIMIZER.fullmatch(stored)
-    if not found:
+    match = _OPTIMIZER.fullmatch(stored)
+    if not match:
         return MODEL, stored
-    return MASTER if found[1] in MASTERS else found[1], found[2]
+    return MASTER if match[1] in MASTERS else match[1], match[2]
 
 
 def stored_name(key: Key, master: str) -> str:
@@ -89,23 +89,23 @@ def without_number(name: str) -> tuple[str, int | None]:
     """Split a layer's name into the name without number, and the number (None if there is no
     number).
     """
-    found = _NUMBERED.fullmatch(name)
-    return (LAYERS + found[2], int(found[1])) if found else (name, None)
+    match = _NUMBERED.fullmatch(name)
+    return (LAYERS + match[2], int(match[1])) if match else (name, None)
 
 
 def layer_numbers(names: Iterable[str]) -> list[int]:
     """Return the sorted numbers of the layers in `names`."""
-    return sorted({int(found[1]) for found in map(_NUMBERED.fullmatch, names) if found})
+    return sorted({int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match})
 
 
 def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
     """Return the prefix of every MoE layer (ours or Megatron's own) with its number of experts."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in tensors:
-        prefix, experts, _ = one.key[1].partition("experts.")
-        if one.key[0] == MODEL and experts and prefix.endswith("mlp."):
-            found[prefix] = {"num_experts": one.entry.shape[0]}
-    return found
+    layers: dict[str, dict[str, Any]] = {}
+    for tensor in tensors:
+        prefix, experts, _ = tensor.key[1].partition("experts.")
+        if tensor.key[0] == MODEL and experts and prefix.endswith("mlp."):
+            layers[prefix] = {"num_experts": tensor.entry.shape[0]}
+    return layers
 
 
 def is_native(names: Iterable[str]) -> bool:
@@ -268,12 +268,12 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the stored values of the same group, or of the same group of the other parameter type.
     """
-    same = {_identity(one): one for one in stored}
+    same = {_identity(candidate): candidate for candidate in stored}
     *kind, expert = _identity(group)
-    found = same.get((*kind, expert), same.get((*kind, not expert)))
-    if found is None:
+    group_values = same.get((*kind, expert), same.get((*kind, not expert)))
+    if group_values is None:
         return {name: value for name, value in group.items() if name != "params"}
-    return {**copy.deepcopy(found), "is_expert_parallel": expert}
+    return {**copy.deepcopy(group_values), "is_expert_parallel": expert}
 
 
 def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -72,8 +72,7 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Return whether the first matrix contains gates, which make it twice as wide as without.
-    """
+    """Return whether the first matrix contains gates, which make it twice as wide as without."""
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))
     if first is None or second is None:
@@ -86,11 +85,11 @@ def _gated(source: Source, prefix: str) -> bool:
 def _keep_others(source: Source, format: str) -> Any:
     """Return a function that keeps tensors outside of experts and raises for other expert tensors.
     """
-    def others(one: Derived) -> Derived:
-        if any(one.key[1].startswith(prefix + "experts.") for prefix in source.layers):
+    def others(tensor: Derived) -> Derived:
+        if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):
             raise CheckpointError(
-                f"{one.key[1]!r} has no counterpart in format {format!r}: only experts of two "
+                f"{tensor.key[1]!r} has no counterpart in format {format!r}: only experts of two "
                 "linear maps, gated or not, can be converted; keep the checkpoint's own format")
-        return one
+        return tensor
 
     return others

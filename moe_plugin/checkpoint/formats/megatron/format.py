@@ -32,11 +32,11 @@ class _Megatron(Format):
     def open(self, path: Path, trust: bool = False) -> Source:
         from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 
-        found = open_checkpoint(path, trust)
-        if found.format != self.name:
-            raise CheckpointError(f"checkpoint {str(path)!r} is of format {found.format!r}, not "
-                                  f"{self.name!r}; select its format with --from {found.format}")
-        return found
+        source = open_checkpoint(path, trust)
+        if source.format != self.name:
+            raise CheckpointError(f"checkpoint {str(path)!r} is of format {source.format!r}, not "
+                                  f"{self.name!r}; select its format with --from {source.format}")
+        return source
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:

@@ -155,7 +155,7 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
                               "settings: " + "; ".join(wrong))
     norms, positions = ({value: name for name, value in table.items()}
                         for table in (_NORMS, _POSITIONS))
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_attention_heads": model.heads, "num_query_groups": model.kv_heads,
         "group_query_attention": model.kv_heads != model.heads,
         "normalization": norms[model.norm], "norm_epsilon": model.norm_eps,
@@ -163,20 +163,20 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not model.tied, **model.extra
     }
     if model.positions == "rotary":
-        found |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_part}
+        settings |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_part}
     if model.max_positions:
-        found["max_position_embeddings"] = model.max_positions
+        settings["max_position_embeddings"] = model.max_positions
     if model.top_k:
-        found.update({
+        settings.update({
             "moe_router_topk": model.top_k, "moe_router_score_function": model.router,
             "moe_router_pre_softmax": model.router == "softmax" and not model.normalize_top_k,
             "moe_router_topk_scaling_factor": None if model.router_scale == 1.0 else
             model.router_scale
         })
     if model.groups:
-        found.update({"moe_router_num_groups": model.groups,
-                      "moe_router_group_topk": model.group_top_k})
-    return found
+        settings.update({"moe_router_num_groups": model.groups,
+                         "moe_router_group_topk": model.group_top_k})
+    return settings
 
 
 _POSITION, _OUTPUT = "embedding.position_embeddings.weight", "output_layer.weight"
@@ -321,8 +321,8 @@ def _with_fitting_biases(source: Source) -> Source:
     return View(view, [*kept, *masters(view)])
 
 
-def _without_place(one: Derived) -> Derived:
-    raise CheckpointError(f"Megatron's GPT model has no counterpart for tensor {one.key[1]!r}; "
+def _without_place(tensor: Derived) -> Derived:
+    raise CheckpointError(f"Megatron's GPT model has no counterpart for tensor {tensor.key[1]!r}; "
                           "choose another format")
 
 
@@ -332,20 +332,20 @@ def _sizes(model: NeutralModel) -> dict[str, Any]:
         raise CheckpointError(
             "layers.0.attention.q_norm.weight covers all heads, but Megatron's GPT model "
             f"normalizes each head separately (width {model.head_dim}); choose another format")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_layers": model.layers, "hidden_size": model.width,
         "add_bias_linear": model.biases == "all", "add_qkv_bias": model.biases == "qkv",
         "qk_layernorm": model.qk_norm == "head", "kv_channels": model.head_dim,
     }
     if model.dense:
-        found["ffn_hidden_size"] = model.dense_width
+        settings["ffn_hidden_size"] = model.dense_width
     if model.moe:
         with_experts = [int(number in model.moe) for number in range(model.layers)]
-        found.update(num_experts=model.experts, moe_ffn_hidden_size=model.expert_width,
-                     moe_layer_freq=1 if all(with_experts) else with_experts)
+        settings.update(num_experts=model.experts, moe_ffn_hidden_size=model.expert_width,
+                        moe_layer_freq=1 if all(with_experts) else with_experts)
     if model.shared_width:
-        found["moe_shared_expert_intermediate_size"] = model.shared_width
-        found["moe_shared_expert_gate"] = model.shared == "gated"
+        settings["moe_shared_expert_intermediate_size"] = model.shared_width
+        settings["moe_shared_expert_gate"] = model.shared == "gated"
     if model.expert_bias:
-        found["moe_router_enable_expert_bias"] = True
-    return found
+        settings["moe_router_enable_expert_bias"] = True
+    return settings

@@ -132,13 +132,13 @@ def _read_common(files: DistributedFiles, trusted: bool) -> dict[str, Any]:
     with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
                                "use another checkpoint"):
         if inside is not None and not path.exists():
-            found = _load(io.BytesIO(files.read_object(inside)), inside, trusted)[0]
+            common = _load(io.BytesIO(files.read_object(inside)), inside, trusted)[0]
         else:
             check_input(path)
-            found = _load(path, str(path), trusted)
-        if not isinstance(found, dict):
-            raise ValueError(f"it contains a {type(found).__name__}, but a mapping was expected")
-    return found
+            common = _load(path, str(path), trusted)
+        if not isinstance(common, dict):
+            raise ValueError(f"it contains a {type(common).__name__}, but a mapping was expected")
+    return common
 
 
 def _sharding_type(files: DistributedFiles, tensors: Mapping[str, Derived],

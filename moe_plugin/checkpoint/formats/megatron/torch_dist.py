@@ -140,11 +140,11 @@ class DistributedFiles:
         path, place = self._locate(name, f"the object {name!r}")
         with open(path, "rb", buffering=0) as stream:
             stream.seek(place.offset)
-            found = stream.read(place.length)
-        if len(found) != place.length:
+            content = stream.read(place.length)
+        if len(content) != place.length:
             raise CheckpointError(f"checkpoint file {str(path)!r} ends before the object {name!r}; "
                                   "use another checkpoint")
-        return found
+        return content
 
     def _chunk(self, name: str, offsets: Any, entry: TensorEntry) -> Derived:
         path, place = self._locate(name, f"the chunk of {name!r} at {tuple(offsets)}", offsets)
@@ -154,11 +154,11 @@ class DistributedFiles:
             with self._lock:
                 if key not in self._chunks:
                     self._chunks[key] = _open_chunk(path, place)
-                found = self._chunks[key]
-            if found.entry != entry:
-                raise ValueError(f"it contains {found.entry.dtype} of shape {found.entry.shape} "
+                tensor = self._chunks[key]
+            if tensor.entry != entry:
+                raise ValueError(f"it contains {tensor.entry.dtype} of shape {tensor.entry.shape} "
                                  f"instead of {entry.dtype} of shape {entry.shape}")
-        return found
+        return tensor
 
     def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
         """Return file and position of a chunk or object, after verifying the file."""
@@ -195,12 +195,12 @@ class DistributedFiles:
 
 def _open_chunk(path: Path, place: Any) -> Derived:
     with open(path, "rb") as stream:
-        found = open_lazily(path, (), "a tensor of the checkpoint",
-                            stream=_create_file_view(stream, place.offset, place.length),
-                            part=(place.offset, place.offset + place.length))
-    if not isinstance(found, Derived):
-        raise ValueError(f"it contains a {type(found).__name__}, but a tensor was expected")
-    return found
+        tensor = open_lazily(path, (), "a tensor of the checkpoint",
+                             stream=_create_file_view(stream, place.offset, place.length),
+                             part=(place.offset, place.offset + place.length))
+    if not isinstance(tensor, Derived):
+        raise ValueError(f"it contains a {type(tensor).__name__}, but a tensor was expected")
+    return tensor
 
 
 def _read_metadata(path: Path, trusted: bool) -> Metadata:

@@ -148,21 +148,21 @@ def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> I
 def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str, bytes]:
     numbers = common.layer_numbers(name for field, name in source.entries if field == MODEL)
     native = source.format == NATIVE
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     if "objects" in kept:
-        found.update({name: read() for name, read in kept["objects"].items()
-                      if (native or "mlp.experts." not in name) and not (
+        contents.update({name: read() for name, read in kept["objects"].items()
+                         if (native or "mlp.experts." not in name) and not (
                           source.values.get(MODEL_ONLY) and name.startswith("optimizer."))})
     else:
         moe = common.layer_numbers(source.layers)
         tensors = (name for _, name in source.entries)
-        found.update(dict.fromkeys(common.module_objects(numbers, moe, tensors, stacked),
-                                   common.object_bytes()))
+        contents.update(dict.fromkeys(common.module_objects(numbers, moe, tensors, stacked),
+                                      common.object_bytes()))
     if native:
         empty = common.object_bytes()
         for name in common.expert_objects(source.layers, len(numbers), stacked):
-            found.setdefault(name, empty)
-    return found
+            contents.setdefault(name, empty)
+    return contents
 
 
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
@@ -227,13 +227,13 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
 
 def metadata_of(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
     """Return torch's description of a checkpoint, which locates each piece and object."""
-    found: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
+    entries: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
     for piece in pieces:
-        stored = found.setdefault(piece.name, TensorStorageMetadata(
+        stored = entries.setdefault(piece.name, TensorStorageMetadata(
             TensorProperties(piece.dtype), torch.Size(piece.shape), []))
         stored.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets),
                                                   torch.Size(piece.sizes)))
-    return Metadata(found)
+    return Metadata(entries)
 
 
 def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) -> dict[str, Any]:
