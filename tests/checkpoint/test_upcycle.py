@@ -135,7 +135,7 @@ def test_models_that_cannot_be_upcycled_are_named(tmp_path: Path) -> None:
     moe, dense = (convert(open_source(tmp_path / name), "neutral") for name in ("moe", "dense"))
     with pytest.raises(CheckpointError, match="'layers.0.moe.' already has experts"):
         upcycle(moe, Upcycling(experts=4, top_k=2))
-    with pytest.raises(CheckpointError, match="inner width 48 is not a multiple of granularity=5"):
+    with pytest.raises(CheckpointError, match="inner width 48, which is not a multiple of gran"):
         upcycle(dense, Upcycling(experts=10, top_k=5, granularity=5))
     with pytest.raises(CheckpointError, match="no layer becomes an MoE layer with every=4"):
         upcycle(dense, Upcycling(experts=4, top_k=2, every=4))

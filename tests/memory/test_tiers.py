@@ -70,7 +70,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # bytes of a file
     try:
-        with pytest.raises(TierError, match=f"16384 bytes do not fit {tmp_path}.*free space"):
+        with pytest.raises(TierError, match=f"16384 bytes do not fit into {tmp_path}.*free space"):
             tier.put(x)
         _, ticket = tier.put_later(copier, [x])
         with pytest.raises(TierError, match="16384 bytes do not fit"):
