@@ -86,7 +86,7 @@ def test_paths_are_text_or_path(tmp_path: Path) -> None:
     assert detect(str(tmp_path)) == detect(tmp_path) == "fairseq"
     with open_source(str(tmp_path)) as source:
         assert source.format == "fairseq"
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         open_source(str(tmp_path / "nothing"))
 
 

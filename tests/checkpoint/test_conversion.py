@@ -220,7 +220,7 @@ def test_nothing_else_is_replaced_and_an_unfinished_other_conversion_is_dropped(
     (scratch / part_name(0, 4)).write_text("of another conversion")
     assert convert(source, target, ep=4, force=True).kept == []
     assert not (target / "thesis.txt").exists() and not (tmp_path / "target.old").exists()
-    with pytest.raises(CheckpointError, match="is there"):
+    with pytest.raises(CheckpointError, match="already exists"):
         convert(source, target, ep=2)
 
 
@@ -289,7 +289,7 @@ def test_the_commands_and_what_inspect_shows(tmp_path: Path,
     assert found["layers"]["few."]["num_experts"] == 1 and found["files"] == 4
     assert found["tensors"]["model/head.weight"] == {"shape": [24, 24], "dtype": "bfloat16"}
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    assert "there is no checkpoint" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     (tmp_path / "x.bin").write_bytes(b"x")
     assert main(["inspect", str(tmp_path / "x.bin")]) == 2
     assert "matches no known format" in capsys.readouterr().err

@@ -310,7 +310,7 @@ def test_blocks_are_managed_once():
     manage(blocks, "keep")
     with pytest.raises(ValueError, match="block 0 are managed already"):
         manage(blocks, "keep")
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match="each block only once"):
         manage([blocks[0], blocks[0]], "keep")
 
 
