@@ -46,4 +46,4 @@ def test_what_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     assert "offload.activations='swap' does not fit --checkpoint-activations" in done.log
     done = run("fairseq-train", f"{corpus.lm} {KEEP} --moe-activations keep,keep,swap "
                f"--save-dir {tmp_path}")
-    assert "has 3 names, and the model 2 layers: must be one for all, or one for each" in done.log
+    assert "has 3 policies, but the model has 2 layers: use one policy for all" in done.log

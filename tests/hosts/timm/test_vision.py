@@ -446,7 +446,7 @@ def test_a_rank_without_the_checkpoint_is_an_error_on_all(digits: Path, tmp_path
     data = few(digits, tmp_path / "few", 2)
     assert main(["--data", str(data), "--out", str(tmp_path / "out"), "--epochs", "1"]) == 0
     first, second = run_gloo(2, _continues, data, tmp_path / "out", tmp_path / "elsewhere")
-    assert "the log of another rank says where" in first and "elsewhere" in second
+    assert "the log of another rank names the file" in first and "elsewhere" in second
 
 
 def test_published_files_are_initial_weights(digits: Path, tmp_path: Path) -> None:
