@@ -88,8 +88,8 @@ def given(ids_TK: torch.Tensor = IDS, weights_TK: torch.Tensor = TWO, **more) ->
     (given(IDS - 2), r"ids_TK with experts -2\.\.1. They must be in 0..3"),
     (given(IDS[:2]), r"ids_TK with shape \(2, 2\) .*torch.int64. It must be int64 of shape \(3, k"),
     (given(IDS.int()), r"ids_TK with shape \(3, 2\) .*torch.int32. It must be int64"),
-    (given(weights_TK=TWO[:, :1]), r"weights_TK with shape \(3, 1\).*must be float of shape \(3, 2"),
-    (given(weights_TK=IDS), r"weights_TK with shape \(3, 2\) and dtype torch.int64. It must be float"),
+    (given(weights_TK=TWO[:, :1]), r"weights_TK with shape \(3, 1.*must be float of shape \(3, 2"),
+    (given(weights_TK=IDS), r"weights_TK with shape \(3, 2\) .*torch.int64. It must be float"),
     (given(priority_T=TWO), r"priority_T with shape \(3, 2\).*must be of shape \(3,\),"),
     (given(passthrough_T=TWO[:2, 0]), r"passthrough_T with shape \(2,\)"),
 ])
