@@ -85,8 +85,8 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
     """
     if x.shape[0] % (outer * inner):
         raise ValueError(
-            f"{x.shape[0]} rows cannot be split into {outer} x {inner} equal chunks. Pad them to a "
-            f"multiple of {outer * inner}."
+            f"A tensor of {x.shape[0]} rows cannot be split into {outer} x {inner} equal chunks. Pad "
+            f"the rows to a multiple of {outer * inner}."
         )
     chunks = x.reshape(outer, inner, -1).transpose(0, 1)
     return chunks.reshape(x.shape)

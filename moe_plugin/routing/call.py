@@ -28,11 +28,11 @@ def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
     name: name of the tensor in error messages.
     """
     if tuple(values_T.shape) != (tokens,):
-        raise ValueError(f"{name} has shape {tuple(values_T.shape)}, but must have shape "
-                         f"{(tokens,)}, one value per token.")
+        raise ValueError(f"The tensor {name} has shape {tuple(values_T.shape)}, but must have "
+                         f"shape {(tokens,)}, one value per token.")
     dtype = values_T.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise ValueError(f"{name} has dtype {dtype}, but must contain integers. Pass "
+        raise ValueError(f"The tensor {name} has dtype {dtype}, but must contain integers. Pass "
                          f"{name}.long().")
 
 

@@ -48,7 +48,7 @@ class Unlinked:
 
     def __call__(self, *_: object) -> NoReturn:
         """Raise `ValueError` with instructions to link the layers."""
-        raise ValueError(f"{self.setting} requires linked layers. Call "
+        raise ValueError(f"The setting {self.setting} requires linked layers. Call "
                          "moe_plugin.routing.pregate.link(model) after building the model, or "
                          "remove the setting.")
 
@@ -70,8 +70,8 @@ class RoutingCheck:
         """Check the result of a router call."""
         who = f"router {type(router).__name__}"
         if not isinstance(routing, Routing):
-            raise ValueError(f"{who} returned an object of type {type(routing).__name__}. It must "
-                             "return a moe_plugin.records.Routing.")
+            raise ValueError(f"The {who} returned an object of type {type(routing).__name__}. It "
+                             "must return a moe_plugin.records.Routing.")
         x_TD = args[0] if args else next(iter(kwargs.values()))
         tokens, ids_TK = x_TD.shape[0], routing.ids_TK
         if ids_TK.dim() != 2 or ids_TK.shape[0] != tokens or ids_TK.dtype != torch.int64:
@@ -85,13 +85,13 @@ class RoutingCheck:
             if x_T is not None and tuple(x_T.shape) != (tokens,):
                 raise _refused(who, name, x_T, f"of shape {(tokens,)}, or None")
         check_range(ids_TK, -1, self.experts - 1,
-                    f"{who} returned ids_TK with experts {{}}..{{}}. They must be in "
+                    f"The {who} returned ids_TK with experts {{}}..{{}}. They must be in "
                     f"0..{self.experts - 1}, or -1 for no expert. Build the router for "
                     f"num_experts={self.experts}.")
 
 
 def _refused(who: str, name: str, found: Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{who} returned {name} with shape {tuple(found.shape)} and dtype "
+    return ValueError(f"The {who} returned {name} with shape {tuple(found.shape)} and dtype "
                       f"{found.dtype}. It must be {wanted}.")
 
 

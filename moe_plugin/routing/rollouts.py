@@ -68,7 +68,7 @@ def check_replaceable(router: nn.Module, what: str) -> None:
     """
     if "force" not in (getattr(router, "reads", None) or ()):
         raise ValueError(
-            f"{what} cannot be used with {type(router).__name__}. Use a router that reads "
+            f"Router {type(router).__name__} cannot be used with {what}. Use a router that reads "
             "router.force, such as topk. With Megatron's own router, use "
             "--moe-enable-routing-replay and its RouterReplay.")
     config = router.config
@@ -79,8 +79,8 @@ def check_replaceable(router: nn.Module, what: str) -> None:
                              f"replaces the router's choice. Set router.{name} to {bound}, or "
                              f"remove {what}.")
     if router.forced is not None:
-        raise ValueError(f"{what} cannot be applied to {type(router).__name__}, because its "
-                         "choices are already being replayed. Use only one replay at a time.")
+        raise ValueError(f"The choices of router {type(router).__name__} are already being "
+                         f"replayed, so {what} cannot be applied. Use only one replay at a time.")
 
 
 def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:

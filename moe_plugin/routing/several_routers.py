@@ -170,8 +170,8 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
             index = self.rule(SelectionCall(count, self.steps, self.layer, self.training, settings))
             source = f"selection {settings.rule!r}: index"
         if not 0 <= index < count:
-            raise ValueError(f"{source}={index} is out of range. It must be in 0..{count - 1}, "
-                             f"because router.name lists {count} routers.")
+            raise ValueError(f"Router index out of range: {source}={index}, but must be in "
+                             f"0..{count - 1}, because router.name lists {count} routers.")
         return index
 
     def finish_step(self) -> None:

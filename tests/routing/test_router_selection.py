@@ -143,7 +143,7 @@ def own_rule(own_entries: None) -> None:
 def test_a_custom_rule(own_rule: None) -> None:
     layer = make(rule="test_warm_up", every=3)
     assert sequence(layer, 5) == ["switch"] * 3 + ["expert_choice"] * 2
-    message = r"selection 'test_warm_up': index=3 is out of range. It must be in 0..2"
+    message = r"selection 'test_warm_up': index=3, but must be in 0..2"
     with pytest.raises(ValueError, match=message):
         who(layer)
 

@@ -110,7 +110,7 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
         if found is not None:
             return [found, *command[1:]]
     wanted = f"CC={environment['CC']!r} was not found" if named else "no C compiler was found"
-    raise Unavailable(f"{wanted}. On Debian or Ubuntu run: sudo apt-get install gcc")
+    raise Unavailable(f"{wanted}; on Debian or Ubuntu, run: sudo apt-get install gcc")
 
 
 def compiler_command(defines: Sequence[str]) -> list[str]:

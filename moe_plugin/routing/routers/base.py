@@ -302,7 +302,7 @@ class Router(BuffersKeepDtype, RouterModule):
     def _check_info(self, info: TokenInfo, tokens: int) -> None:
         if "token_ids" in self.needs and info.token_ids_T is None:
             raise ValueError(
-                f"{type(self).__name__} needs the vocabulary index of each token, but "
+                f"Router {type(self).__name__} needs the vocabulary index of each token, but "
                 "token_ids_T=None. Pass info=TokenInfo(token_ids_T=...) to the layer.")
         if "sequences" in self.needs:
             _check_sequences(info, tokens)
