@@ -43,7 +43,7 @@ def wants_graph() -> bool:
 
 
 def own(made: Tensor) -> Tensor:
-    """Return the result of an autograd function's `forward` in the form that `forward` must return.
+    """Return a tensor that the `forward` of an autograd function may return as its result.
 
     torch 2.11's compiler silently loses the gradient of a result that its graph has under two
     names, for example the result of an in-place operation or of a `contiguous` without effect

@@ -43,13 +43,13 @@ class Blocks:
     """A tensor [..., N] in a block-scaled format.
 
     Attributes:
-        codes: codes of the values, padded with zeros after N, where B = ceil(N / block). In fp8
-            formats e4m3 or e5m2 [..., B * block]. In NVFP4 uint8 [..., B * 8], two codes per byte
-            with the first in the low bits.
-        scales: scales of the blocks, [..., B]. In fp8 formats uint8 with the bits of e8m0, because
-            torch 2.6 has no such dtype. In NVFP4 e4m3.
+        codes: codes of the values, padded with zeros after N, where B = ceil(N / block). The fp8
+            formats use e4m3 or e5m2 codes [..., B * block]. NVFP4 uses uint8 [..., B * 8] with two
+            codes per byte, the first in the low bits.
+        scales: scales of the blocks, [..., B]. The fp8 formats store the bits of e8m0 as uint8,
+            because torch 2.6 has no e8m0 dtype. NVFP4 uses e4m3 scales.
         tensor: scale of each matrix in NVFP4, float32, shaped like the leading axes ([] for a
-            single matrix). None in fp8 formats.
+            single matrix). The fp8 formats use None.
         width: the number N of values.
         block: number of values that share a scale: 32 in MXFP8, 16 in NVFP4, 128 in blockwise
             formats.
@@ -124,6 +124,7 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])
     tensor = power(_least_power(most, E4M3_LARGEST * E2M1_LARGEST))
     largest = largest / tensor[..., None, None]
+    # e2m1 has no NaN, so the scale of the block becomes NaN.
     scales = torch.where(finite.all(-1), largest / E2M1_LARGEST, torch.nan).to(torch.float8_e4m3fn)
     by = scales.float()[..., None]
     blocks = torch.where(finite & (by > 0), blocks / tensor[..., None, None, None] / by, 0)
@@ -132,7 +133,7 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How the operands of a product are rounded, each [..., N] along its sum.
+    """The rounding of a product's operands [..., N], each in blocks along the sum.
 
     Attributes:
         rows: rounds rows of a forward pass, also as operands of weight gradients.
@@ -188,6 +189,8 @@ def _least_power(largest: Tensor, top: float) -> Tensor:
 
     The powers are limited to 2^-126 to 2^127.
     """
+    # frexp splits a number into a fraction in [1/2, 1) and an exponent. If the fraction of
+    # `largest` exceeds that of `top`, one more power of two is needed.
     fraction, power = math.frexp(top)
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - power + (mantissa > fraction)
@@ -204,6 +207,8 @@ def _to_e2m1(x: Tensor) -> Tensor:
     """Return the nearest codes for 0, 0.5, 1, 1.5, 2, 3, 4, 6 (ties to the even code), two per
     byte.
     """
+    # The code without its sign is the index of the value in this list. The steps are 1/2 below 2,
+    # 1 below 4 and 2 above, and `round` sends ties to even indices.
     size = x.abs().clamp(max=E2M1_LARGEST)
     number = torch.where(size < 2, (2 * size).round(),
                          torch.where(size < 4, size.round() + 2, (size / 2).round() + 4))

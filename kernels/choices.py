@@ -20,6 +20,7 @@ def stable_order(key_N: Tensor, below: int) -> Tensor:
     if (key_N.device.type != "cpu" or below > 1 << 15 or torch.compiler.is_compiling()
             or transformed()):
         return torch.argsort(key_N, stable=True)
+    # numpy's stable sort is a radix sort only for integers of at most 16 bits.
     try:
         import numpy as np
     except ModuleNotFoundError:  # torch does not require numpy

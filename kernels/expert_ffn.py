@@ -245,6 +245,7 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
         if factor is None:
             made.append(matmul(rows_RI, counts, w, b) + low)
             continue
+        # The bias is added after the factor, which scales only the weights and the adapter.
         scaled = (matmul(rows_RI, counts, w, None) + low) * factor
         made.append(scaled if b is None else scaled + _for_each_row(b, counts))
     return made
@@ -288,6 +289,7 @@ def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
     Best for many small experts with an even load. Shapes and dtypes are those of `loop`.
     """
     longest = max(counts.host)
+    # With equal loads the rows already form a batch and need no padding.
     if longest * len(counts.host) == counts.total:
         return _bmm(rows_RI.view(len(counts.host), longest, rows_RI.shape[1]), w_LIO,
                     b_LO).flatten(0, 1)
@@ -333,6 +335,7 @@ def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
         return f"dtype {rows_RI.dtype}"
     if rows_RI.device.type == "cuda" and rows_RI.dtype != torch.bfloat16:
         return f"dtype {rows_RI.dtype} on a GPU"
+    # The grouped GEMM needs rows of weights that are multiples of 16 bytes.
     step = 16 // rows_RI.element_size()
     if w_LIO.shape[1] % step or w_LIO.shape[2] % step:
         return f"widths {tuple(w_LIO.shape[1:])}, which are not multiples of {step}"

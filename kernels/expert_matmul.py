@@ -28,6 +28,8 @@ def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
         return x
     if x.shape[0] == 0:
         return x.new_zeros(token_R.numel(), x.shape[1])
+    # Rows without a token read token 0. A product with 0 would not clear them, because token 0 may
+    # contain NaN.
     return x.index_select(0, token_R.clamp(min=0)).masked_fill_((token_R < 0)[:, None], 0)
 
 
@@ -155,6 +157,7 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
     act.gradient(s_RF if gate_RF is None else s_RF * h_RF, inner_RF, grad_inner_RF)
     grad_h_RF = grad_inner_RF if gate_RF is None else s_RF * a_RF
     after_RF = a_RF if gate_RF is None else a_RF * h_RF
+    # The dots are the gradient of the scale, so they use the value without the scale.
     dtype = accumulate_dtype(u_RF.dtype)
     dots_1R = (u_RF.to(dtype) * after_RF.to(dtype)).sum(1)[None]
     if scale_R is not None:

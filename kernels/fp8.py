@@ -90,6 +90,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest > 0, (largest / LARGEST).clamp(min=SMALLEST_SCALE), 1.0)
     codes = torch.where(finite, (blocks_LHBWB / scales).clamp(-LARGEST, LARGEST),
                         torch.nan).to(torch.float8_e4m3fn)
+    # The two transpositions around `contiguous` give the memory layout [L, O, I].
     codes_LIO = codes.view(groups, high * BLOCK, wide * BLOCK)[:, :inner, :outer]
     return (codes_LIO.transpose(1, 2).contiguous().transpose(1, 2),
             scales.view(groups, high, wide).contiguous())

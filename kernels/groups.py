@@ -85,8 +85,8 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
     """
     if x.shape[0] % (outer * inner):
         raise ValueError(
-            f"A tensor of {x.shape[0]} rows cannot be split into {outer} x {inner} equal chunks. Pad "
-            f"the rows to a multiple of {outer * inner}."
+            f"A tensor of {x.shape[0]} rows cannot be split into {outer} x {inner} equal chunks. "
+            f"Pad the rows to a multiple of {outer * inner}."
         )
     chunks = x.reshape(outer, inner, -1).transpose(0, 1)
     return chunks.reshape(x.shape)
@@ -111,6 +111,7 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
     if groups == 0:
         empty = torch.empty(0, dtype=torch.int32, device=device)
         return empty, empty.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    # All values are computed on the device from the lengths, so that the host need not know them.
     tiles_L = torch.div(lengths_L + (height - 1), height, rounding_mode="floor").clamp_(min=least)
     last_L, end_L = tiles_L.cumsum(0), lengths_L.cumsum(0)
     tile_M = torch.arange(most_tiles(groups, height, total), device=device)
@@ -240,6 +241,7 @@ class RowGroups:
         row_R = torch.arange(total, device=device)
         shift_L = (filled.lengths_L.cumsum(0) - filled.lengths_L
                    - self.lengths_L.cumsum(0) + self.lengths_L)
+        # Filler is written to an additional position, which is removed below.
         at_R = torch.where(row_R < self.ends_L[-1], row_R + shift_L[self.group_R], places)
         row_P = torch.full((places + 1,), -1, device=device)
         return filled, row_P.index_copy_(0, at_R, row_R)[:places]

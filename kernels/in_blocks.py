@@ -3,9 +3,9 @@
 A library chooses the summation order of a matrix product by the number of rows, and computes the
 last elements of a tensor differently from elements that fill its vector registers. The same token
 therefore gets other bits in another batch. This module multiplies all rows in blocks of `BLOCK`
-rows with the same memory alignment, where the last block is filled up with zeros. Elements are
-computed in pieces that fill all registers. A test, run once per size, checks whether the library
-treats all rows of a block identically. Gradients are computed from all rows at once, as usual.
+rows with the same memory alignment, where the last block is padded. Elements are computed in pieces
+that fill all registers. A test, run once per size, checks whether the library treats all rows of a
+block identically. Gradients are computed from all rows at once, as usual.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ class _InBlocks(torch.autograd.Function):
         if x_RI.device.type == "cpu" and in_float32(dtype):
             dtype = torch.float32
         wide_IO = w_IO.to(dtype)
+        # A padded copy, so that all weights have the same alignment and no odd ends.
         if inner % WIDTH or outer % WIDTH or wide_IO.data_ptr() % 64:
             wide_IO = F.pad(wide_IO, (0, -outer % WIDTH, 0, -inner % WIDTH)).clone()
         _check_library(wide_IO.shape, wide_IO.stride(), dtype, x_RI.device)
         out_RO = wide_IO.new_empty(rows + -rows % BLOCK, wide_IO.shape[1])
+        # Zeros fill the additional columns. In the last block, rows of the block before fill the
+        # remaining rows; their results are removed at the end.
         block_BI = wide_IO.new_zeros(BLOCK, wide_IO.shape[0])
         for first in range(0, rows, BLOCK):
             some_RI = x_RI[first:first + BLOCK]

@@ -16,8 +16,8 @@ class Op:
     for devices.
 
     `add(name, why_not)` registers an implementation. `why_not(*args)` returns None if the
-    implementation supports these arguments, and else the reason. A call uses the implementation
-    added last that supports its arguments.
+    implementation supports these arguments, and else the reason. A call uses the most recently
+    added implementation that supports its arguments.
 
     Attributes:
         interpreted: whether implementations for GPUs run on the CPU in Triton's interpreter.
@@ -79,6 +79,7 @@ class Op:
 
     def choose(self, *args: Any) -> str:
         """Return the name of the implementation that a call with these arguments uses."""
+        # The last candidate is the torch reference, which supports all arguments.
         for name, (_, why_not) in reversed(self._implementations.items()):
             if why_not is None or why_not(*args) is None:
                 break

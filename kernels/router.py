@@ -145,6 +145,7 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
         total_T1 = weights_TK.sum(1, keepdim=True)
         weights_TK = weights_TK / (
             total_T1 if sure else divisor(total_T1, rule.add, rule.least))
+    # The entropy is only reported, so it has no gradient. The clamp makes 0 log 0 count as 0.
     detached_TE = p_TE.detach()
     log_TE = detached_TE * detached_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()
     lse_T = torch.logsumexp(logits_TE, 1) if rule.z else None
@@ -152,6 +153,8 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
         importance_E, p_log_p = p_TE.sum(0), log_TE.sum()
         z = None if lse_T is None else torch.dot(lse_T, lse_T)
     else:
+        # Products with the mask, because selecting the real tokens would give a shape that depends
+        # on data.
         real_T = mask_T.to(p_TE.dtype)
         importance_E, p_log_p = real_T @ p_TE, real_T @ log_TE.sum(1)
         z = None if lse_T is None else real_T @ lse_T.square()
@@ -159,7 +162,7 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
 
 
 def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return (ids, their s)."""
+    """Return the chosen experts and their scores s."""
     if bias_E is None and not rule.groups:
         return best_scores(s_TE, rule.k)
     left_TE = s_TE if bias_E is None else s_TE + bias_E.to(s_TE.dtype)
@@ -175,9 +178,9 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
     """Return (ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
 
     ids are the k largest s + bias, ties to the lower index, or `chosen_TK` if given. weights are
-    their s, divided by their sum with `Rule.normalize`. lse is the logsumexp of the logits.
-    importance_e = sum_t p(t, e), z = sum_t lse(t)^2, and p_log_p = sum_te p log p, each over real
-    tokens. lse and z may be None if `Rule.z` is False.
+    the scores s of these experts, divided by their sum with `Rule.normalize`. lse is the logsumexp
+    of the logits. importance_e = sum_t p(t, e), z = sum_t lse(t)^2, and p_log_p = sum_te p log p,
+    each over real tokens. lse and z may be None if `Rule.z` is False.
     """
     s_TE = rule.score.scores(logits_TE)
     return _steps(logits_TE, s_TE, rule.score.shares(s_TE), mask_T, rule, chosen_TK, bias_E,
@@ -199,10 +202,10 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     """Compute the gradient of the logits, [T, E], in one pass; a gradient of None counts as zeros.
 
     Let w be the weights of chosen scores s, with gradient g. With normalisation, log s of a choice
-    gets the gradient w (g - <g, w>); without normalisation it gets w g. From w g, a softmax also
-    subtracts s times the sum from all logits. For the importance with gradient G, log s gets p (G -
-    <p, G>). The slope of the score function turns gradients of log s into gradients of logits. z
-    adds 2 lse softmax(logits) grad_z.
+    gets the gradient w (g - <g, w>); without normalisation it gets w g. Without normalisation, a
+    softmax also subtracts s times the sum of w g from all logits. For the importance with gradient
+    G, log s gets p (G - <p, G>). The slope of the score function turns gradients of log s into
+    gradients of logits. z adds 2 lse softmax(logits) grad_z.
 
     Args:
         lse_T: logsumexp of the logits. Not read without grad_z.
@@ -287,6 +290,8 @@ class _Route(torch.autograd.Function):
 
 def _grad_with_graph(ctx: Any, grads: tuple[Tensor | None, ...]) -> Tensor:
     logits_TE, mask_T, ids_TK, _, _ = ctx.saved_tensors
+    # The kernel's backward cannot be differentiated, so torch's operations compute the forward pass
+    # again.
     _, weights_TK, _, importance_E, z, _ = route_top_k.implementation("torch")(
         logits_TE, mask_T, ids_TK, None, ctx.rule)
     outputs, given = zip(*((out, g) for out, g in zip((weights_TK, importance_E, z), grads,

@@ -115,6 +115,7 @@ def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
     here_TK = position_TK >= 0
     if _on_host(position_TK) and bool(here_TK.all()):
         return position_TK, weights_TK, None
+    # Any row of the token will do; the maximum is -1 only if the token has no row.
     own_T1 = position_TK.amax(1, keepdim=True)
     index_TK = torch.where(here_TK, position_TK, own_T1).clamp_(min=0)
     scale_TK = here_TK.to(dtype) if weights_TK is None else weights_TK * here_TK

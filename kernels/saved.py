@@ -26,8 +26,8 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
     which decides itself what to save, this is a plain call.
 
     Args:
-        consume: maps one tensor to the result, e.g. a matmul. The tensors that it saves of its
-            argument, including views, are dropped. A cast of the argument is not dropped.
+        consume: maps one tensor to the result, for example a matmul. Tensors that `consume` saves
+            of its argument, including views, are dropped. A cast of the argument is not dropped.
         produce: a cheap function without random numbers that returns new memory.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():

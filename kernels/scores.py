@@ -113,6 +113,7 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
     """Compute `shares` of a token's remaining weights, with zeros if no weight remains."""
+    # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
@@ -175,6 +176,7 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
     """
     if x.dtype == torch.bfloat16:
         return x
+    # The parts are joined into one operand, so that a single matmul multiplies all of them.
     made = x.new_empty((*x.shape[:dim], number, *x.shape[dim:]), dtype=torch.bfloat16)
     for n in range(number):
         if n:  # the rounding error of the parts so far

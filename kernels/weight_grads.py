@@ -9,11 +9,11 @@ times per piece.
 
 Megatron (`gradient_accumulation_fusion`) keeps a buffer `parameter.main_grad` (fp32 by default)
 over the micro-batches of a step. Megatron's gradient hook adds `parameter.grad` to this buffer,
-unless `parameter.grad_added_to_main_grad` tells that backward has already done so (megatron-core,
-`tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). Here, backward adds
-every contribution to such a weight. Strategies that support this add their matmuls directly
-(`MainGrad`). All other cases (gathered or borrowed experts, other strategies, autocast) compute
-with `redirect_grad(parameter)`. Both may occur in one step, or in one backward pass, and no
+unless `parameter.grad_added_to_main_grad` indicates that backward has already done so
+(megatron-core, `tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). Here,
+backward adds every contribution to such a weight. Strategies that support this add their matmuls
+directly (`MainGrad`). All other cases (gathered or borrowed experts, other strategies, autocast)
+compute with `redirect_grad(parameter)`. Both may occur in one step, or in one backward pass, and no
 contribution is lost or counted twice.
 """
 
@@ -80,6 +80,7 @@ class GradSums:
         if not self.last(name):
             return None
         found = self._sums.pop(name)  # removed, because the graph may serve another pass
+        # The memory of experts without rows was never written.
         for expert in set(range(found.grad_LIO.shape[0])) - found.experts:
             found.grad_LIO[expert].zero_()
         return found.grad_LIO
@@ -103,11 +104,13 @@ class GradSums:
         """
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
+        # The count restarts after the last call, because the graph may serve another pass.
         self._ended[name] = ended % max(1, self.calls)
         return ended >= self.calls
 
     def _forget_aborted(self) -> None:
         task = torch._C._current_graph_task_id()
+        # Another backward pass: sums that are still present belong to an aborted pass.
         if task != self._task:
             self._task = task
             self._sums.clear()
@@ -140,7 +143,7 @@ class WeightGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add each a b to the gradient of one expert, or of a batch of experts.
+        """Add each product a b to the gradient of one expert, or of a batch of experts.
 
         The operands are [I, N] and [N, O] for one expert, with a leading axis for a batch of
         experts. No expert may occur twice.
@@ -317,6 +320,8 @@ class LaterGrads:
                     continue
                 before = weights[name].grad
                 weights[name].grad = grad if before is None else before.add_(grad)
+        # Backward through a view runs the hooks of the weight, which an assignment to `grad` would
+        # not do. Each sum is removed first, so that its memory is freed early.
         for name in list(sums):
             with torch.enable_grad():
                 weights[name].view_as(weights[name]).backward(sums.pop(name))

@@ -55,8 +55,8 @@ class _Kept:
         new one.
 
         A new storage replaces free memory that is slightly too small. The number of storages of a
-        size therefore never exceeds the number in use at once. Storages that were not needed for
-        longer than a step in which each storage serves once are released.
+        size therefore never exceeds the number in use at once. A storage is released if at least
+        `PATIENCE` requests, and twice as many requests as there are storages, did not need it.
         """
         self.requests += 1
         free = self._free()
@@ -82,6 +82,7 @@ class _Kept:
         free, old = [], set()
         patience = max(PATIENCE, 2 * len(self.storages))
         for index, seen in enumerate(self.seen):
+            # Another process may still use a storage in shared memory, which no count here shows.
             if self.storages[index].is_shared():
                 old.add(index)
             elif not _idle(self.storages, index):
@@ -247,4 +248,6 @@ def _idle(kept: list[torch.UntypedStorage], index: int) -> bool:
     return _use_count(kept[index]._cdata) == 1 and _references(kept, index) == _ALONE
 
 
+# The count that `_references` reports for a storage without further owners. It is measured, because
+# it differs between Python versions.
 _ALONE = _references([torch.UntypedStorage(0)], 0)

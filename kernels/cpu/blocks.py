@@ -4,9 +4,9 @@ The views of all rows are made before the first matmul. A matmul evicts Python's
 caches, so a line of Python between two matmuls takes several times as long as in a separate loop.
 Also, the views of all rows need only one call.
 
-Experts that are multiplied together are padded to the rows of the longest. The padding consists of
-copies of the expert's last row, with a gradient of zero. The copies add nothing to the weight
-gradients, and a NaN of one expert reaches no other expert.
+Experts that are multiplied together are padded to the number of rows of the longest expert. The
+padding consists of copies of the expert's last row, with a gradient of zero. The copies add nothing
+to the weight gradients, and a NaN of one expert reaches no other expert.
 
 Notation: R rows, expert after expert; P the same rows with padding; N rows of one block; B experts
 of one unit, M rows of each; C rows that the unit's products compute, M or a few more
@@ -32,8 +32,8 @@ class Unit(NamedTuple):
     Attributes:
         first: the first expert.
         experts: number B of experts.
-        rows: number M of rows of each expert in memory. Several experts are padded to the rows of
-            the longest (`Padding` maps rows to experts).
+        rows: number M of rows of each expert in memory. Several experts are padded to the number of
+            rows of the longest expert (see `Padding`).
         computed: number of rows that are multiplied. These are all rows in memory and, for a single
             expert, a few following rows if this takes less time (`RowRule.fast`). The next unit
             overwrites the additional results, so units must be computed in order.
@@ -123,6 +123,7 @@ class UnitBlock:
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
     """Return units of experts with rows, joining experts if that is faster, up to `limit` rows."""
+    # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
         return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]
     units: list[Unit] = []

@@ -58,8 +58,8 @@ class _Maps:
 
     Attributes:
         token_R, source_R, position_TK, complete: see `kernels.rows`, including the padding of
-            batches. If x contains rows, None; with padding, each row is then a token with one
-            choice and source_R is None.
+            batches. All are None if x contains rows without padding. With padding, each row is a
+            token with one choice and source_R is None.
         real_R: bool, False for padding rows. None without padding.
     """
 
@@ -93,7 +93,7 @@ class _FFNCall:
         keep_after: whether to store the value after the activation (and, with `native`, the
             activation's derivative in place of the value before it).
         late: whether `native` applies the gates to the gradients of the inner values, instead of
-            the output's gradient. In this pass it also computes the gates' gradient.
+            the output's gradient. `native` then also computes the gates' gradient.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """

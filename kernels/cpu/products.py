@@ -118,10 +118,9 @@ class RowRule:
 
         From 256 rows, oneDNN cuts 16-bit rows into pieces of one size, and chooses the number of
         pieces among the divisors. 989 rows of width 512 took 1.5 times as long as 996 rows (inner
-        width 2048, AMD Zen 5). Averaged over a range of row counts, the four products with rows
-        took 0.94 to 0.97 of their time (960 to 1,100 rows), 0.97 (740 to 810) and 0.98 (256 to
-        400). Of the steps 2 to 32 the chosen steps were the best. Below 256 rows no step saves
-        time.
+        width 2048, AMD Zen 5). The average time of the four products with rows fell to 0.94 to 0.97
+        (960 to 1,100 rows), 0.97 (740 to 810 rows) and 0.98 (256 to 400 rows). Of the steps 2 to 32
+        the chosen steps were the best. Below 256 rows no step saves time.
         """
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
@@ -129,11 +128,11 @@ class RowRule:
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
         """Return whether an expert is faster if it joins the product of the experts before it.
 
-        All joined experts are padded to the rows of the longest. If the longest has more than `FEW`
-        rows, the padded rows must be at most twice the real rows. Starting a matmul takes time for
-        memory, its plan, and two threads that wait for each other. 64 experts of 100 to 153 rows
-        took 18.1 ms in groups of 16, 19.4 ms in groups of 4, and 23.9 ms one by one (six matmuls of
-        widths 256 and 512, AMD Zen 5).
+        All joined experts are padded to the number of rows of the longest expert. If the longest
+        has more than `FEW` rows, the padded rows must be at most twice the real rows. Starting a
+        matmul takes time for memory, its plan, and two threads that wait for each other. 64 experts
+        of 100 to 153 rows took 18.1 ms in groups of 16, 19.4 ms in groups of 4, and 23.9 ms one by
+        one (six matmuls of widths 256 and 512, AMD Zen 5).
 
         experts, most, own: number of the experts before, the most rows of one of them, and their
         total rows.
@@ -206,9 +205,11 @@ class SideBySide:
         for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
             strides.add((*a.stride(), *b.stride(), *out.stride()))
             values += (a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, base is not None)
+        # The C function receives one set of strides for all products.
         same = strides.pop()
         if strides or len(same) != 6 or len(outs) < 2:
             return one_by_one(a_s, b_s, outs, bases)
+        # sgemm adds to the values that are already in `out`.
         for out, base in zip(outs, bases, strict=True):
             if base is not None and base is not out:
                 out.copy_(base)

@@ -196,6 +196,7 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
                            grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
     """Launch `weight_kernel`; see `moe_plugin.kernels.expert_matmul.expert_weight_grad_add`."""
+    # The kernel writes matrices in row order; other layouts need a temporary gradient.
     if not into_LIO.is_contiguous():
         return into_LIO.add_(
             expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, precision))
@@ -233,6 +234,7 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
     height = rows_of_a_part(chip, t, tiles, groups.total, _LEAST_PART)
     parts, table, work = [x] * len(grads), (x, x, x), groups.number * tiles
     if height is not None:
+        # Two slots for each `height` rows: one for a full part and one for a group's last part.
         slots = 2 * (groups.total // height + 1)
         parts = torch.empty(len(grads), slots, inner, outer, dtype=torch.float32,
                             device=x.device).unbind(0)

@@ -125,6 +125,7 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
     largest = tl.max(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), 0)
     scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
     code = to_e4m3(value / scale, finite, codes, LARGEST, ROUND)
+    # Codes are stored transposed, because matrix units read 8-bit operands along the sum.
     at = (group.to(tl.int64) * outer + o[None, :]) * inner + i[:, None]
     tl.store(codes + at, code, mask=inside)
     tl.store(scales + (group * high + row) * wide + column, scale)

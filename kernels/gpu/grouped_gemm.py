@@ -1,8 +1,8 @@
 """Grouped products over rows in Triton, with gather while loading and activation before storing.
 
 A tile is BM rows of one group times BN columns. A table computed on the device (`tile_table`)
-contains the group and the first row of each tile. The number of programs that run at once is
-launched, and they process this flat list of tiles. If the GPU supports TMA, weights and rows that
+contains the group and the first row of each tile. The launch has as many programs as run at once,
+and these programs process the flat list of tiles. If the GPU supports TMA, weights and rows that
 need no gathering are copied tile by tile. Sums are float32 in a fixed order, so the result is
 always the same.
 """
@@ -65,6 +65,7 @@ def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
 
     GROUP row tiles pass through the columns together, so that weights stay in L2.
     """
+    # Without groups, each row tile would read all weights from memory again.
     width = GROUP * columns
     first = (t // width) * GROUP
     size = tl.minimum(rows_of_tiles - first, GROUP)
@@ -75,8 +76,8 @@ def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
 def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
     """Return (group, first row, rows r, inside, at, live) of row tile pm.
 
-    inside: which rows r belong to the group. at: the rows of x that they read. live: which of these
-    rows of x exist.
+    inside: which rows r belong to the group. at: the rows of x that the rows r read. live: which of
+    these rows of x exist.
     """
     group = tl.load(tile_group + pm)
     first = tl.load(tile_row + pm)

@@ -76,6 +76,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
                 other=-float("inf"))
     # Rows past the end get one finite value, because -inf - (-inf) would give NaN below.
     x = tl.where((t < tokens)[:, None], x, tl.where(e[None, :] == 0, 0.0, -float("inf")))
+    # Subtracting the largest logit prevents that exp overflows.
     top = tl.max(x, 1)
     grown = tl.exp(x - top[:, None])
     total = tl.sum(grown, 1)
@@ -122,6 +123,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
         tl.store(ids + t * K + j, best.to(tl.int64), mask=t < tokens)
         if not NORMALIZE:
             tl.store(weights + t * K + j, value, mask=t < tokens)
+    # A second pass over the choices, because the divisor is known only after the first pass.
     if NORMALIZE:
         for j in range(K):
             value = tl.sum(tl.where(order == j, score, 0.0), 1)

@@ -43,6 +43,7 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
     """Compute out[r] = weights[source r] * x[source r // K], or 0 for source -1."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
+    # Offsets of rows use 64 bits in all kernels below, because rows * width may exceed 32 bits.
     choice = tl.load(source + r, mask=r < rows, other=-1)
     inside = ((choice >= 0)[:, None] & (d < width)[None, :]) != 0
     value = tl.load(x + (choice // K).to(tl.int64)[:, None] * width + d[None, :], mask=inside,

@@ -50,9 +50,11 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
     n = first + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, EXPERTS)
     blocks = tl.num_programs(0)
+    # Occurrences in the blocks before: the running total minus the count of this block.
     at = mine * blocks + block
     rank = tl.load(through + at, mask=mine >= 0, other=0) - tl.load(counts + at, mask=mine >= 0,
                                                                     other=0)
+    # In steps, because a tile of BLOCK x BLOCK comparisons would not fit into registers.
     for start in range(0, BLOCK, STEP):
         m = first + start + tl.arange(0, STEP)
         other = tl.load(ids + m, mask=m < number, other=-1).to(tl.int32)

@@ -203,6 +203,7 @@ def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constex
     first = end - length
     total = (at * 0).to(tl.float32)
     while first < end:
+        # The same slots as in `weight_tile`.
         slot = 2 * (first // height) + (first + height >= end).to(tl.int32)
         total += tl.load(parts + slot.to(tl.int64) * size + at, mask=at < size, other=0.0)
         first += height
@@ -221,6 +222,8 @@ def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, g
     The programs share the blocks of the groups that are cut, which are few. size: I * O, the number
     of values of one matrix.
     """
+    # Every program reads the lengths of all groups to find those that are cut, because only the
+    # device knows the lengths.
     l = tl.arange(0, BL)
     cut = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32) > height
     place = tl.cumsum(cut.to(tl.int32), 0)

@@ -39,8 +39,8 @@ def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
 def check_range(values: Tensor, first: int, last: int, message: str) -> None:
     """Raise `ValueError` unless all integers are in first..last.
 
-    The host does not wait for a GPU. There a failed check stops the device with an assertion, which
-    the host notices at its next synchronisation.
+    The host does not wait for a GPU. On a GPU, a failed check stops the device with an assertion,
+    which the host notices at its next synchronisation.
 
     Args:
         values: integers of any shape.
@@ -141,9 +141,9 @@ class RoutingCall:
             The counts include all ranks and all micro-batches of the step so far, including this
             call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: choice, weights and sums over tokens that one pass computed. None if the router made
-            no such pass. The field z of this result may be None; then z is computed from
-            `logits_TE`.
+        routed: choice, weights and sums over tokens returned by `route` or `route_by_steps`. None
+            if the router uses neither function. The field z of this result may be None; then z is
+            computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # until hook `scores`
@@ -221,6 +221,7 @@ class RoutingCall:
         """Return the weights of choices that may be -1; the kernel cannot exclude these from its
         sum.
         """
+        # The weights are divided only after the choices of -1 were set to 0.
         divides, self.divides, self.leaves_none = self.divides, False, False
         self.choose(ids_TK.clamp(min=0))
         self.divides = divides
@@ -358,6 +359,7 @@ class RoutingCall:
         if self.routed is not None:
             return self.routed.p_log_p / -count
         p_TE = self.probs_TE.detach()
+        # The smallest normal number in the logarithm makes 0 log 0 count as 0.
         p_log_p_T = (p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
         return self.real(p_log_p_T).sum() / -count
 

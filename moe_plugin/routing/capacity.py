@@ -119,6 +119,7 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
 
     The result is 0 for a rank without tokens.
     """
+    # Truncated before the multiplication by k, as in Tutel.
     each = math.trunc(abs(factor) * math.ceil(tokens / experts))
     if isinstance(tokens, int):  # torch.compile up to 2.11 rejects sym_min of known integers
         return max(min(tokens, 1), top_k * each)
@@ -166,9 +167,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     dropped.
 
     T is the largest number of real tokens on any rank. On a CPU, one all-reduce of two integers
-    finds T and, if f <= 0, the largest load. On a GPU the host does not wait for the device. There
-    T is the largest number of tokens including padding, on which the hosts agree without the
-    device, and `limit_on_device` then drops choices by the number of real tokens.
+    finds T and, if f <= 0, the largest load. On a GPU the host does not wait for the device.
+    Therefore T is the largest number of tokens including padding, on which the hosts can agree
+    without the device. `limit_on_device` then drops choices by the number of real tokens.
 
     With f <= 0 there are two cases on a GPU. In a group of ranks the load decides, and the host
     waits for it. A single rank uses a number of slots that fits any load: T for f = 0, and the
@@ -218,6 +219,7 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
     rule = _Rule.of(config, training)
     if _on_host(routing) or (rule.factor is None and not rule.fraction):
         return None
+    # For f = 0 the capacity never drops a choice, so a bound is as good as the exact number.
     known = load_known or rule.factor == 0 if rule.follows_load else config.equal_tokens
     if known:
         return None
@@ -257,6 +259,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
         return
     found = comm.state.get(_EqualTokens)
     if found.tokens != tokens:
+        # The maximum of (T, -T) finds the largest and the smallest number in one all-reduce.
         most, least = comm.hosts.all_reduce(torch.tensor([tokens, -tokens]), "max").tolist()
         if most != -least:
             raise ValueError(
@@ -271,7 +274,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
 def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
     """Return a copy of ids_TK [T, K] after `check_promise`.
 
-    As an operation of its graph, a compiler keeps this check.
+    The check is an operation, so that a compiler keeps it in its graph.
 
     Args:
         comm: key of the group.
@@ -287,6 +290,7 @@ def _(ids_TK: Tensor, comm: str) -> Tensor:
 
 def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
     most = expert_load(routing.ids_TK, experts).max()
+    # One all-reduce for both numbers, and one wait for the device.
     seen_2 = comm.all_reduce(torch.stack([routing.tokens, most]), "max")
     tokens, load = seen_2.tolist()
     return tokens, load
@@ -296,11 +300,12 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
     """Return the slot of each choice inside its expert, int64 [T, K], or -1 for no expert.
 
     The first choices of all tokens come before all second choices, and so on. Within one choice,
-    tokens come in sequence order. If `prioritized`, they come by decreasing `priority_T` (a stable
-    sort).
+    tokens come in sequence order. If `prioritized`, tokens come by decreasing `priority_T` (a
+    stable sort).
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
+    # Slots are counted in the order of priority and then returned to the order of tokens.
     order_T = torch.argsort(routing.priority_T, descending=True, stable=True)
     sorted_TK = slot_index(routing.ids_TK[order_T], experts)
     return torch.empty_like(sorted_TK).index_copy_(0, order_T, sorted_TK)
@@ -319,8 +324,8 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
             least).
         added: number that is added to the sum of the weights.
         least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
-            default, a token with a router that is sure of one expert is lost when this expert drops
-            the token.
+            default, a token is lost if its router is almost certain of one expert and this expert
+            drops the token.
     """
     if limit is None and not normalize_after:
         return routing

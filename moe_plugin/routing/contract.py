@@ -61,6 +61,8 @@ class BuffersKeepDtype(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         buffers = dict(self.named_buffers(recurse=False))
+        # The values from before replace whatever `fn` made of the buffers. A buffer on the meta
+        # device has no values to restore.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in buffers.items():
             after = self._buffers[name]
@@ -94,9 +96,9 @@ class RouterModule(HasFinishStep, nn.Module):
             only the fields that a router needs.
         own_losses: losses that this router can compute and some other routers cannot.
         reads: the optional settings under `router` that this router reads, by name or as
-            `name=value`. Subclasses do not inherit the meaning of this list; each class declares
-            its own. None means that the router may read any setting.
-        fixed_k: number of experts per token if the router does not allow a choice. None means that
+            `name=value`. Each class declares its full list. None means that the router may read any
+            setting.
+        fixed_k: number of experts per token if the number cannot be configured. None means that
             `router.top_k` applies, which a call may override.
         any_number: True if a token may have up to E experts, whatever k is.
         reads_top_k: whether `router.top_k` changes the router's behaviour. False for every class
@@ -206,6 +208,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         self._go_to(self.steps + 1)
 
     def _go_to(self, steps: int) -> None:
+        # The last change that has been reached wins, so `changes` must be in ascending order.
         k = self.first
         for place, experts in self.changes.items():
             if place < 1 and self.total is None:

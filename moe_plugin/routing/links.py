@@ -1,4 +1,4 @@
-"""Costs of links, and how many tokens should use each link (TA-MoE, Chen et al. 2022).
+"""Costs of links, and how many tokens should use each link (TA-MoE, Chen et al., 2022).
 
 `planner.link_shares` computes the shares of ranks. This module turns the shares of ranks into
 shares and penalties of experts.
@@ -173,6 +173,7 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
     new_TN = torch.ones_like(scores_TE[:, :1]).repeat(1, apart_NE.shape[0])
     new_TN[:, own] = 0
     chosen, left_TE = [], scores_TE
+    # The product counts the nodes of each expert that the token does not visit yet.
     for _ in range(k):
         best_T1 = top_k_stable(left_TE + bias * (new_TN @ apart_NE == 0), 1)
         chosen.append(best_T1)

@@ -29,7 +29,7 @@ def gshard(x: RoutingCall) -> Tensor:
     """GShard loss: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
 
     Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1,
-    the minimum over routers with scores that follow their load. Source: GShard (Lepikhin et al.
+    the minimum over routers with scores that follow their load. Source: GShard (Lepikhin et al.,
     2020), algorithm 1; as in Tutel and fairseq.
     """
     experts = x.experts
@@ -41,8 +41,8 @@ def switch(x: RoutingCall) -> Tensor:
     """Switch loss over all choices: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
 
     With k choices per token the factor is E / (k S^2). The loss equals `gshard` for k = 1, and a
-    uniform router gives exactly 1. Source: Switch Transformer (Fedus et al. 2021), eq. 4, with N_e
-    over all choices as in Megatron-core's `aux_loss`.
+    uniform router gives exactly 1. Source: Switch Transformer (Fedus et al., 2021), equation 4,
+    with N_e over all choices as in Megatron-core's `aux_loss`.
     """
     return _switch(x, x.load_E())
 
@@ -51,6 +51,7 @@ def _switch(x: RoutingCall, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> 
     experts = x.experts
     weighed_E = load_E if isinstance(penalty_E, float) else load_E * penalty_E
     total = torch.dot(x.importance_E(), weighed_E)
+    # Without any choice the clamp gives a loss of 0 instead of NaN.
     return total * experts / (x.count * load_E.sum().clamp(min=1))
 
 
@@ -90,9 +91,9 @@ def global_batch(x: RoutingCall) -> Tensor:
     ranks and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`),
     and N = sum_e N_e. A uniform router gives 1. The sum over ranks does not depend on how the batch
     is split over ranks. Each micro-batch of a step uses the load up to and including this
-    micro-batch, so only the last one uses the load of the whole batch. Source: Qiu et al. 2025
-    ("Demons in the Detail", global-batch load balancing loss), eq. 6, and its buffer for gradient
-    accumulation.
+    micro-batch, so only the last one uses the load of the whole batch. Source: Qiu et al., 2025
+    ("Demons in the Detail", global-batch load balancing loss), equation 6, and its buffer for
+    gradient accumulation.
     """
     assert x.step_load_E is not None
     return _switch(x, x.step_load_E[:-1].to(x.logits_TE.dtype))
@@ -105,7 +106,7 @@ def ta_moe(x: RoutingCall) -> Tensor:
     The penalties are q_ie = blend * Norm(1 / c_ie) + (1 - blend), where c_ie is the topology-aware
     share of expert e (`links.target_shares`), and Norm scales the mean to 1. Experts behind slow
     links cost more. With equal links or blend = 0 the loss equals `switch`. A uniform router gives
-    1. Source: TA-MoE (Chen et al. 2022), section 4.2.
+    1. Source: TA-MoE (Chen et al., 2022), section 4.2.
     """
     return _switch(x, x.load_E(),
                    1.0 if x.penalty_E is None else x.penalty_E.to(x.logits_TE.dtype))
@@ -113,11 +114,12 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 @losses.register("sam_alignment")
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """mean_s sum_{e outside the chosen group} max(0, p(s,e) - p(s, k-th choice inside)).
+    """Alignment loss: mean_s sum_{e outside the chosen group} max(0, p(s,e) - p(s, k-th choice)).
 
     The loss is 0 exactly if the k-th choice is at least as likely as every expert outside the
-    group. For routers without groups it is always 0. Source: HetuMoE (Nie et al. 2022), gate SAM.
+    group. For routers without groups it is always 0. Source: HetuMoE (Nie et al., 2022), gate SAM.
     """
+    # The product with 0 keeps the loss in the graph, as for every other router.
     if x.outside_TE is None:
         return x.probs_TE.sum() * 0
     last_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
@@ -132,7 +134,7 @@ def load_importance(x: RoutingCall) -> Tensor:
     importance_e = sum_s p(s,e), and load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)). Here q is
     the score without noise, thr_s the k-th largest noisy score of token s, and Phi the standard
     normal distribution function. CV^2 is the unbiased variance divided by the squared mean. A
-    router that is uniform in both importance and load gives 0. Source: Shazeer et al. 2017,
+    router that is uniform in both importance and load gives 0. Source: Shazeer et al., 2017,
     appendix A, with scores in place of logits. Tutel's loss of the same name computes a different
     value, see `tutel_load_importance`.
     """
@@ -162,7 +164,7 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
 def importance(x: RoutingCall) -> Tensor:
     """CV^2(sum_s p(s, e)) over experts: the unbiased variance divided by the squared mean.
 
-    A uniform router gives 0. Source: Shazeer et al. 2017, eq. 6.
+    A uniform router gives 0. Source: Shazeer et al., 2017, equation 6.
     """
     return _squared_cv(x.importance_E()) * x.share()
 
@@ -173,7 +175,8 @@ def noisy_load(x: RoutingCall) -> Tensor:
 
     P is the probability that e is among the k choices of s if only the noise of e is drawn again.
     margin(s, e) = (clean logit - k-th largest noisy logit of the other experts) / standard
-    deviation of the noise. A uniform router gives 0. Source: Shazeer et al. 2017, eqs. 8 to 11.
+    deviation of the noise. A uniform router gives 0. Source: Shazeer et al., 2017, equations 8 to
+    11.
     """
     margin_TE = x.margin_TE
     assert margin_TE is not None
@@ -182,11 +185,12 @@ def noisy_load(x: RoutingCall) -> Tensor:
 
 @losses.register("z")
 def router_z(x: RoutingCall) -> Tensor:
-    """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al. 2022), eq. 5."""
+    """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al., 2022), equation 5."""
     return x.squared_z() / x.count
 
 
 def _squared_cv(values_E: Tensor) -> Tensor:
+    # A single expert has no variance. The product with 0 keeps the result in the graph.
     if values_E.numel() < 2:
         return values_E.sum() * 0
     return values_E.var(unbiased=True) / (values_E.mean().square() + 1e-10)

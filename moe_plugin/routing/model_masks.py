@@ -28,6 +28,7 @@ _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _CACHES = ("cache", "past_key_values")
 # Containers are skipped: their layers receive the same masks and know the order of the axes.
 _CONTAINERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+# Older masks are dropped, so that forward passes without a backward pass do not accumulate masks.
 _KEPT = 63
 _CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transformers
 
@@ -55,6 +56,7 @@ class TokenMasks:
 
     def end(self, owner: object) -> None:
         """End a module's pass, and all passes inside it that an error left open."""
+        # A module that raised an error may not have ended its pass.
         while any(mine is owner for mine, _ in self._open):
             if self._open.pop()[0] is owner:
                 break
@@ -71,6 +73,7 @@ class TokenMasks:
             return self._open[-1][1]
         if torch.compiler.is_compiling() or not inside_backward():
             return None
+        # Backward has begun, so the next forward pass starts a new list of masks.
         self._recomputed = True
         if not all(_equal(mask, self._trained[-1]) for mask in self._trained):
             raise ValueError(
@@ -213,6 +216,7 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
     if value.dim() == 2:
         size = value.shape[1] if length is None else length
         return value[:, value.shape[1] - size:] != 0 if value.shape[1] >= size else None
+    # Numbers that are added to scores are 0 for visible positions, and very negative otherwise.
     looks = value > torch.finfo(value.dtype).min / 2 if value.is_floating_point() else value != 0
     looks = looks[:, None] if looks.dim() == 3 else looks
     queries, keys = looks.shape[2:]
@@ -304,5 +308,6 @@ def _hooked(module: nn.Module, masks: TokenMasks) -> bool:
                                          if hasattr(part, "gradient_checkpointing"))
     hook = _Hook(masks, name, places, layer, checkpoints)
     module.register_forward_pre_hook(hook, with_kwargs=True)
+    # `always_call`, because a pass must also end if the module raises an error.
     module.register_forward_hook(hook.ends, always_call=True)
     return True

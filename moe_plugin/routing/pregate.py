@@ -4,7 +4,7 @@ The gate of block n+1, its pre-gate, reads the same input as the experts of bloc
 that run next are therefore known one block early. The pre-gate remains the `router` of block n+1 in
 names and checkpoints, but block n calls it. Fine-tuning can therefore start from a checkpoint of
 ordinary gates: each pre-gate begins as the gate of its block. The first block also has its own
-gate, and the last block calls no pre-gate. Source: Hwang et al. 2024 (Pre-gated MoE).
+gate, and the last block calls no pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
 
 `link` connects the layers of a model, or of one pipeline stage, where the first block of each stage
 has its own gate. It replaces each layer's routing by a `NextBlockRouting`, and registers hooks on
@@ -195,6 +195,7 @@ class NextBlockRouting:
             raise ValueError(
                 f"top_k={top_k} differs from the {routing.ids_TK.shape[1]} experts per token that "
                 "the pre-gate has chosen. Pass the same top_k to all blocks.")
+        # Without a gradient of the input, backward would not reach the block that decided.
         if not (torch.is_grad_enabled() and tokens.x_TD.requires_grad):
             return routing
         values = _Receive.apply(pending, tokens.x_TD, *_values(routing))
@@ -358,6 +359,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: PendingRouting, x_TD: Tensor,
                 *values: Tensor) -> tuple[Tensor, ...]:
+        # Missing gradients stay None, so that the deciding block need not compute with zeros.
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
@@ -369,7 +371,8 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return a block's output, and pass the gradients that the next block stored to the decision.
+    """Return a block's output; in backward, the decision receives the gradients that the next block
+    stored.
     """
 
     @staticmethod
@@ -380,5 +383,6 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         pending = ctx.pending
+        # Cleared, because another backward pass over the same graph brings new gradients.
         found, pending.gradients = pending.gradients, None
         return (None, grad_TD, *(found or (None,) * ctx.count))

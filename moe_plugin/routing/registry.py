@@ -1,7 +1,7 @@
 """The router registry, and the construction and checks of a layer's router.
 
 A layer builds the router, or the several routers, that its settings name. Results of user-defined
-routers are checked, because a layer would silently misuse some errors (an expert that does not
+routers are checked, because some errors would silently give wrong results (an expert that does not
 exist, weights that broadcast). A warning is logged if neither the router nor a loss keeps the
 experts balanced in training.
 """
@@ -103,6 +103,7 @@ def check_results(router: nn.Module, experts: int) -> None:
     """
     check = RoutingCheck(experts)
     for part in getattr(router, "routers", []) if _of_package(router) else [router]:
+        # A router that several layers share gets the hook only once.
         if not _of_package(part) and check not in part._forward_hooks.values():
             part.register_forward_hook(check, with_kwargs=True)
 
@@ -146,6 +147,7 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
         warn_once(__name__, f"router.force={config.router.force} replaces the router's choice of "
                   "experts. Use this setting for benchmarks only, not to train a model.")
         return
+    # If every token visits every expert, the load is even without any balancing.
     everywhere = config.router.experts_per_token >= config.num_experts
     if not speaks or everywhere or balances_by_itself(router):
         return

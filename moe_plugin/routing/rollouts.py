@@ -247,6 +247,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < count:
             raise ValueError(f"The routed experts are in {int(ids_TK.min())}..{int(ids_TK.max())}, "
                              f"but must be in -1..{count - 1}. Pass the samples of this model.")
+        # After sorting, equal experts are neighbours; equal values of -1 are allowed.
         sorted_TK = ids_TK.sort(1).values
         if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, :1] >= 0)).any()):
             raise ValueError("The routed experts contain the same expert twice for a token. The "
@@ -278,4 +279,6 @@ class _Rollout:
         ids_TK = self.ids_TK = self.ids_TK.to(call.logits_TE.device)
         if self.complete:
             return ids_TK
+        # The router replaces all choices of such a token, because a single replaced choice could
+        # repeat an expert.
         return torch.where((ids_TK < 0).any(1, keepdim=True), self.select(call), ids_TK)

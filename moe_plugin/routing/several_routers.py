@@ -154,6 +154,8 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         router = self.routers[index]
         routing = router(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK
+        # `torch.func` cannot transform this package's autograd functions, and returns gradients
+        # for all parameters anyway.
         if self.training and torch.is_grad_enabled() and not transformed():
             idle = [
                 p for other in self.routers if other is not router for p in other.parameters()
@@ -189,7 +191,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 class _WithIdle(torch.autograd.Function):
     """Return gate weights unchanged, and give unused parameters a zero gradient.
 
-    The weights plus 0 * value would not work, because the product may be NaN.
+    Adding 0 * value to the weights would not work, because the product may be NaN.
     """
 
     @staticmethod

@@ -129,7 +129,7 @@ def _flags() -> set[str]:
 def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
     """Load the library that a command compiles from a source on this processor.
 
-    The library is compiled if no usable one is cached.
+    The library is compiled unless a usable library is cached.
     """
     texts = [path.read_text() for path in (source, *sorted(SOURCES.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *sorted(_flags()), *texts]).encode()).hexdigest()

@@ -22,7 +22,7 @@ class SinkhornRouter(Router):
 
     The plan scales rows (tokens) and columns (experts) alternately, `sinkhorn_rounds` times, over
     this rank's real tokens. The weights are the sigmoid of the logit for k = 1, and the softmax
-    over all experts for k > 1, not divided by their sum. Source: Clark et al. 2022 (S-BASE);
+    over all experts for k > 1, not divided by their sum. Source: Clark et al., 2022 (S-BASE);
     weights as in Megatron-core.
     """
 
@@ -61,6 +61,7 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)
     plan_TE = torch.where(mask_T[:, None], logits_TE, torch.zeros_like(logits_TE))
+    # Adding -inf removes padding from the sums over tokens without a change of shape.
     hidden_T1 = torch.zeros_like(plan_TE[:, :1]).masked_fill(~mask_T[:, None], float("-inf"))
     if not plan_TE.shape[0]:
         return plan_TE
@@ -81,8 +82,8 @@ class ExpertChoiceRouter(Router):
     The scores are p = softmax over experts, and also weigh the choices. The load is balanced by
     construction. A token has between 0 and E experts, `top_k` on average. Among equal scores the
     earlier token wins. An expert sees all tokens of a call before it chooses, so do not use this
-    router if a token must not depend on later tokens: a language model would generate with other
-    choices than in its training. Source: Zhou et al. 2022.
+    router if a token must not depend on later tokens. Otherwise a language model would make other
+    choices in generation than in training. Source: Zhou et al., 2022.
     """
 
     reads = SEVERAL
@@ -102,6 +103,7 @@ class ExpertChoiceRouter(Router):
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(order_TE))
         each = (real_T.sum() * call.k + self.num_experts - 1) // self.num_experts
         taken_TE = (rank_TE < each) & real_T[:, None]
+        # Probabilities are not negative, so -1 sorts experts that did not choose the token last.
         picked_TE = probs_TE.masked_fill(~taken_TE, -1.0)
         value_TE, ids_TE = torch.sort(picked_TE, dim=1, descending=True, stable=True)
         return ids_TE.masked_fill(value_TE < 0, -1)

@@ -173,7 +173,8 @@ class Router(BuffersKeepDtype, RouterModule):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create parameters and buffers, and check settings. Here: `weight_ED` and `logit_bias_E`.
+        """Create `weight_ED` and `logit_bias_E`. Subclasses may create other parameters and
+        buffers.
         """
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
@@ -241,7 +242,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Hook: return the logits [T, E] in float32 or float64. Here: `weight_ED` with
+        """Hook: return the logits [T, E] in float32 or float64. The default uses `weight_ED` and
         `router.noise`.
 
         If the scores are not the score function of the logits, also set `call.scores_TE`.
@@ -260,21 +261,20 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Hook: return the chosen experts, int64 [T, K], with -1 for no expert. Here: the k largest
-        scores, ties going to the lower index. Recomputations and replays repeat a choice without
-        this hook.
+        """Hook: return the chosen experts, int64 [T, K], with -1 for no expert. The default chooses
+        the k largest scores, ties going to the lower index. Recomputations and replays repeat a
+        choice without this hook.
         """
         return call.choose()
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Hook: return the weights [T, K] of chosen experts, differentiable. Here: their scores,
-        divided by their sum as `router.normalize` requires.
+        """Hook: return the weights [T, K] of chosen experts, differentiable. The default uses their
+        scores, divided by their sum as `router.normalize` requires.
         """
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook: act on a choice (`call.ids_TK`), for example count it, and return the remaining
-        choices, int64 [T, K].
+        """Hook: act on a choice (`call.ids_TK`), and return the remaining choices, int64 [T, K].
 
         weights_TK: the weights that `weigh` returned.
         """
@@ -319,7 +319,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
         Both use the device's default generator, which a checkpoint resets for its recomputation,
         and which has the same state on ranks with the same tokens. Source: Switch Transformers
-        (Fedus et al. 2021), exploration strategies "input dropout" and "input jitter".
+        (Fedus et al., 2021), exploration strategies "input dropout" and "input jitter".
         """
         jitter, dropout = self.config.input_jitter, self.config.input_dropout
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))

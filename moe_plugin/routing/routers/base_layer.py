@@ -41,7 +41,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
     The sum of the chosen scores is the largest possible sum, up to `EPSILON` times the spread
     (largest minus smallest score) per token. If E does not divide T, dummy tokens with score 0 are
-    added, which count as tokens in this bound. Source of the problem: BASE layers (Lewis et al.
+    added, which count as tokens in this bound. Source of the problem: BASE layers (Lewis et al.,
     2021), which also solve it by an auction.
 
     Args:
@@ -55,6 +55,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     value_TE = _finite(scores_TE.to(accumulate_dtype(scores_TE.dtype)))
     each = -(-tokens // experts)
     value_NE = torch.cat([value_TE, value_TE.new_zeros(each * experts - tokens, experts)])
+    # Scaled to 0..1, so that EPSILON is relative to the spread of the scores.
     low = value_NE.min()
     value_NE = (value_NE - low) / (value_NE.max() - low).clamp(min=torch.finfo(low.dtype).tiny)
     owner_N = auction(value_NE, _soft_prices(value_NE, each), each)
@@ -121,6 +122,7 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
     """Let every expert keep its `each` highest bids; return the owners (-1 for rejected tokens) and
     prices.
     """
+    # Two stable sorts order the tokens by expert, and within an expert by falling bid.
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
     sorted_N, place_N = torch.sort(wish_N[by_bid_N], stable=True)
     order_N = by_bid_N[place_N]
@@ -130,6 +132,7 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
     owner_N = torch.empty_like(wish_N).index_copy_(
         0, order_N, torch.where(rank_N < each, sorted_N, -1))
     last_E = (start_E[:-1] + each - 1).clamp(max=sorted_N.numel() - 1)
+    # The price rises only if all slots of the expert are taken.
     price_E = torch.where(start_E.diff() >= each, bid_N[order_N[last_E]], price_E)
     return owner_N, price_E
 
@@ -150,17 +153,17 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """Balanced assignment with the largest total x . c_e: every expert gets the same number of
+    """Balanced assignment with the largest total <x, c_e>: every expert gets the same number of
     tokens.
 
-    The output is a * expert(x) + (1 - a) * x with a = sigmoid(x . c_e). In training each rank sends
-    its tokens to random ranks, so that no assignment problem consists of similar neighbouring
+    The output is a * expert(x) + (1 - a) * x with a = sigmoid(<x, c_e>). In training each rank
+    sends its tokens to random ranks, so that no assignment problem consists of similar neighbouring
     tokens only. Every rank assigns the tokens that it received, the same number to each expert, and
     returns the answers. A rank sends the scores [E] of a token and receives one number, but never
     sends the token, because the output does not depend on where the token was assigned. This
     requires two exchanges of data and one of sizes in every training call. Outside training each
     token uses its nearest expert, without balancing, as in the original. The centroids c_e start
-    orthogonal with gain 0.1. Source: BASE layers (Lewis et al. 2021).
+    orthogonal with gain 0.1. Source: BASE layers (Lewis et al., 2021).
     """
 
     reads = SCORED
@@ -198,8 +201,8 @@ class BASERouter(Router):
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
     """Assign this rank's tokens, int64 [T], by solving balanced problems of randomly spread tokens.
 
-    Collective. The shuffled tokens of rank i go to ranks i, i + 1, ... in round-robin order. The
-    numbers that ranks receive therefore differ by at most the number of ranks.
+    Collective. The shuffled tokens of rank i go to rank i and the following ranks in round-robin
+    order. The numbers that ranks receive therefore differ by at most the number of ranks.
 
     Args:
         scores_TE: scores, float.

@@ -54,8 +54,8 @@ class TAMoERouter(TopKRouter):
 
     Give the loss `ta_moe` a weight, so that the router learns the shares. This loss works with
     every router. If all ranks have the same router and tokens of the same kind, no loss can make
-    the router prefer different experts on each rank. Then only `overflow: next` brings the choices
-    to the shares. Source: TA-MoE (Chen et al. 2022).
+    the router prefer different experts on each rank. In this case only `overflow: next` makes the
+    choices follow the shares. Source: TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
@@ -92,6 +92,7 @@ class TAMoERouter(TopKRouter):
         """Drop the choices beyond the capacity of a rank and an expert; see `Router.after_choice`.
         """
         ids_TK = super().after_choice(call, weights_TK)
+        # Padding gets -1 first, so that it uses no slots.
         if self.config.links.pair_capacity:
             ids_TK = ids_TK.masked_fill(~call.real_T[:, None], -1)
             over_TK = slot_index(ids_TK, self.num_experts) >= self._most(call)[ids_TK.clamp(min=0)]
@@ -119,6 +120,7 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
             best_T1 = top_k_stable(free_TE, 1)
             moves_T1 = over_T1 & free_TE.gather(1, best_T1).isfinite()
             columns.append(torch.where(moves_T1, best_T1, old_T1))
+            # A token must not choose the same expert again in a later column.
             free_TE = free_TE.scatter(1, columns[-1], float("-inf"))
         chosen_TK = torch.cat(columns, 1)
     return chosen_TK
@@ -131,7 +133,7 @@ class TopologyQuotaRouter(Router):
     The choices with the highest scores may leave (in a tie, the earlier token). Any other choice is
     replaced by the token's best unchosen expert on the node, or dropped if no such expert is left.
     The group's topology (`comm.topology`) determines which experts are on the node. On a single
-    node this router equals topk. Source: FastMoE (He et al. 2021), topology-aware gate.
+    node this router equals topk. Source: FastMoE (He et al., 2021), topology-aware gate.
 
     The one-pass kernel is used on a single node only. With several nodes the choice compares the
     scores of different tokens and may leave choices empty. This requires all scores, which the
@@ -169,6 +171,7 @@ class TopologyQuotaRouter(Router):
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(
             0, order_N, torch.arange(order_N.numel(), device=order_N.device))
+        # The quota stays on the device, because it depends on the number of real tokens.
         quota = (mask_T.sum() * (self.config.links.quota * value_TK.shape[1])).floor()
         return (rank_N < quota).view_as(leaves_TK)
 

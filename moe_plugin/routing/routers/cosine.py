@@ -27,11 +27,11 @@ class CosineRouter(TopKRouter):
 
     Tokens and experts are compared in `cosine_dim` dimensions. P, b, the experts' directions a_e
     and the temperature (initially log 2) are learned. Everything else is the same as in router
-    topk. Source: Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
+    topk. Source: Tutel (Hwang et al., 2022), cosine gate; Chi et al., 2022.
 
-    cos(y, a) = (y / |y|) . (a / |a|). The cosine is 0, with a zero gradient for y, if |y| <= 1e-4.
-    Otherwise a row of zeros, such as padding without a mask, could get an arbitrarily large
-    gradient.
+    The cosine cos(y, a) is the dot product of y / |y| and a / |a|. The cosine is 0, with a zero
+    gradient for y, if |y| <= 1e-4. Otherwise a row of zeros, such as padding without a mask, could
+    get an arbitrarily large gradient.
     """
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}
@@ -73,4 +73,5 @@ def _directions(y_TP: Tensor) -> Tensor:
     `SHORT`.
     """
     squared_T1 = y_TP.square().sum(1, keepdim=True)
+    # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.
     return y_TP / squared_T1.masked_fill(squared_T1 <= SHORT**2, math.inf).sqrt()

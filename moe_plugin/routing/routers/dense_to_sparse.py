@@ -20,7 +20,7 @@ class DenseToSparseRouter(Router):
     A token always uses its best expert, and the weight of a choice is p. The temperature t falls
     geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps. The
     step is saved with the weights. Outside training there is no noise. Choices are sorted by p.
-    `top_k` has no effect, because a token has up to E choices. Source: EvoMoE (Nie et al. 2021),
+    `top_k` has no effect, because a token has up to E choices. Source: EvoMoE (Nie et al., 2021),
     dense-to-sparse gate.
     """
 
@@ -58,6 +58,7 @@ class DenseToSparseRouter(Router):
         """Return up to E choices per token; see `Router.select`."""
         sorted_TE, ids_TE = torch.sort(call.scores_TE.detach(), dim=1, descending=True, stable=True)
         skipped_TE = sorted_TE < self.config.sparsity.threshold
+        # A token always keeps its best expert, even if its share is below the threshold.
         skipped_TE[:, 0] = False
         return ids_TE.masked_fill(skipped_TE, -1)
 

@@ -89,7 +89,7 @@ class SAMRouter(GroupLimitedRouter):
 
     A token visits one of `router.groups` groups of consecutive experts, for example one node. The
     loss `sam_alignment` moves the k likeliest experts into the chosen group. Source: HetuMoE (Nie
-    et al. 2022), Switch-and-Mixture gate; hierarchical top-k.
+    et al., 2022), Switch-and-Mixture gate; hierarchical top-k.
     """
 
     reads = BY_SCORE | LINEAR | {"groups"}
@@ -114,7 +114,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     The weights are s without the bias. After each step b_e += bias_rate * sign(mean load - load_e),
     where load_e counts the choices of expert e by all data-parallel ranks since the last step. The
     biases of a frozen router do not move. With `router.groups` the choice is group-limited. Source:
-    Wang et al. 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+    Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
     `moe_plugin.routing.replay.counts` decides which passes count; passes with replayed choices also
@@ -129,6 +129,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the counts; see `Router.build`."""
         super().build(dtype, device)
+        # With a rate of 0 the biases never move, and a balance loss is needed.
         self.balances = self.config.bias_rate > 0
         self.register_buffer("bias_E",
                              torch.zeros(self.num_experts, dtype=torch.float32, device=device))

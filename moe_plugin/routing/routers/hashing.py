@@ -26,7 +26,7 @@ class HashRouter(Router):
 
     The table (`table_V`, int64) is random, balanced by frequency, or read from a file
     (`router.hash`). It is saved with the weights. Losses treat the choice as a distribution, so
-    they measure the balance and have no gradient. Source: Hash layers (Roller et al. 2021).
+    they measure the balance and have no gradient. Source: Hash layers (Roller et al., 2021).
     """
 
     reads = frozenset({"hash"})
@@ -55,6 +55,7 @@ class HashRouter(Router):
         The choice is recorded, because a host may pass the ids of other tokens before the
         recomputation.
         """
+        # Padding may carry any id, also one outside the vocabulary.
         last, ids_T = self.table_V.numel() - 1, torch.where(call.real_T, call.info.token_ids_T, 0)
         check_range(ids_T, 0, last, f"The token ids are in {{}}..{{}}, but must be in 0..{last}. "
                     "Set router.hash.vocabulary to the size of the vocabulary.")

@@ -24,13 +24,13 @@ class NoisyTopKRouter(Router):
     experts.
 
     The noise is added in training only. V starts at zero. The losses `importance` and `noisy_load`
-    (both CV^2) balance the load. `router.noise` has no effect. Source: Shazeer et al. 2017, eqs. 3
-    to 5.
+    (both CV^2) balance the load. `router.noise` has no effect. Source: Shazeer et al., 2017,
+    equations 3 to 5.
 
-    As in eqs. 3 and 5, all other logits are -inf for the softmax. One kernel pass over these logits
-    computes weights, importance and entropy. The choice is made before this pass from the logits,
-    because a softmax may round their differences away. The losses `noisy_load` and `z` read the
-    logits of all experts.
+    As in equations 3 and 5, all other logits are -inf for the softmax. One kernel pass over these
+    logits computes weights, importance and entropy. The choice is made before this pass from the
+    logits, because a softmax may round their differences away. The losses `noisy_load` and `z` read
+    the logits of all experts.
     """
 
     reads = SEVERAL - {"noise"}
@@ -76,6 +76,7 @@ class NoisyTopKRouter(Router):
         else:
             call.routed = route_by_steps(call.logits_TE, call.scores_TE, call.scores_TE,
                                          call.mask_T, rule, ids_TK)
+        # z would be that of the masked logits; None makes the loss compute it from all logits.
         call.routed = replace(call.routed, z=None)
         call.priority_T = call.routed.weights_TK.detach()[:, 0]
         return call.routed.weights_TK

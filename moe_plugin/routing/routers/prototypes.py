@@ -24,7 +24,7 @@ class PrototypeRouter(Router):
     prototype.
 
     The weights are these probabilities, not divided by their sum. Losses are computed for each
-    prototype, as for a router with E/k experts, and averaged. Source: M6-T (Yang et al. 2021).
+    prototype, as for a router with E/k experts, and averaged. Source: M6-T (Yang et al., 2021).
 
     For the one-pass kernel, each prototype of a token is a separate row of E/k logits. The kernel
     adds up the importance over all rows, but losses need the importance of each prototype.

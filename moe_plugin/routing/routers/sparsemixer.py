@@ -21,7 +21,7 @@ class SparseMixerRouter(Router):
     An expert is close to the best if (best - logit) / max(|logit|, best) <= 2 `mixer_eps`. In
     training the expert is drawn from this softmax. If the drawn expert is not the best, its weight
     is multiplied by 1/3 in three of four draws, but its gradient is not. This is Heun's third-order
-    estimate of the gradient of the choice. Source: Liu et al. 2024, GRIN, arXiv 2409.12136;
+    estimate of the gradient of the choice. Source: Liu et al., 2024, GRIN, arXiv 2409.12136;
     Phi-3.5-MoE.
     """
 
@@ -38,6 +38,7 @@ class SparseMixerRouter(Router):
         for _ in range(call.k):
             near_TE = self._near(call.logits_TE.detach(), left_TE)
             if self.training:
+                # With Gumbel noise, the argmax is distributed like a draw from the softmax.
                 near_TE = near_TE - torch.empty_like(near_TE).exponential_().log()
             chosen.append(near_TE.argmax(1, keepdim=True))
             left_TE = left_TE.scatter(1, chosen[-1], float("-inf"))
@@ -63,6 +64,7 @@ class SparseMixerRouter(Router):
         """Return the logits of remaining experts that are close to the best of them, and -inf
         elsewhere.
         """
+        # Detached, because the set of close experts has no gradient.
         best_T1 = left_TE.detach().amax(1, keepdim=True)
         size_TE = torch.maximum(logits_TE.detach().abs(), best_T1)
         far_TE = (best_T1 - logits_TE.detach()) / size_TE > 2 * self.config.mixer_eps

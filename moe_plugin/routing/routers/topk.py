@@ -26,7 +26,7 @@ from moe_plugin.routing.routers.base import (
 class TopKRouter(Router):
     """Linear scores and the k largest of them; ties go to the lower expert index.
 
-    The router follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the
+    The router follows section "router" of Tutel (Hwang et al., 2022): noise of `noise / E` on the
     logits, and scores that are divided by their sum over the chosen experts (clamped away from
     zero) before capacity drops choices.
 
@@ -55,6 +55,7 @@ class TopKRouter(Router):
                 f"top_k={call.k} cannot be used in training with "
                 f"router.second_expert_policy={policy!r}, which requires top_k=2. Pass None, or "
                 "set the policy to 'all'.")
+        # The draw uses the logits without their graph, because a choice has no gradient.
         return call.choose(_drawn(call.logits_TE.detach()) if policy == "sampling" else None)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
@@ -92,10 +93,11 @@ def _drawn(logits_TE: Tensor) -> Tensor:
 
 @routers.register("gshard")
 class GShardRouter(TopKRouter):
-    """The two likeliest experts. In training the second is kept with probability min(1, 2 g2).
+    """The two likeliest experts. In training the second expert is kept with probability min(1, 2
+    g2).
 
     Here g2 = p2 / (p1 + p2). The weights g are fixed before the second expert is dropped. Source:
-    GShard (Lepikhin et al. 2020), algorithm 1.
+    GShard (Lepikhin et al., 2020), algorithm 1.
     """
 
     reads = BY_SCORE | LINEAR | {"second_expert_policy=random"}
@@ -112,7 +114,7 @@ class SwitchRouter(Router):
     """The likeliest expert, weighted by its probability.
 
     As in the paper, `router.input_jitter` multiplies the input. Source: Switch Transformer (Fedus
-    et al. 2021).
+    et al., 2021).
     """
 
     reads = SCORED | {"score"} | FORCED | LINEAR
