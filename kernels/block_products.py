@@ -147,6 +147,7 @@ class BlockProducts(RoundedProducts):
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
         form = self.form
+        # Blocks lie along the rows here, and no block may span two groups.
         filled, row_P = groups.filled(form.step)
 
         def along_rows(rows: Tensor, token_R: Tensor | None) -> Tensor:

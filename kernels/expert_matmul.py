@@ -174,6 +174,7 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
     x, grad: rows or tokens of widths I and O, each with its own token_R.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
+    # A product over no rows writes zeros, so that no group needs special treatment.
     out_LIO = x.new_empty(groups.number, rows_RI.shape[1], grad_RO.shape[1])
     for group, span in groups.spans():
         torch.mm(rows_RI[span].t(), grad_RO[span], out=out_LIO[group])

@@ -159,6 +159,7 @@ class RoundedWeights:
         if made is None or not made.still(parameter, w_LIO.dtype):
             # Always for backward, because the recomputation of a checkpoint reuses a weight that
             # was rounded in a pass without gradients.
+            # The parameter is referenced weakly, so that this store does not keep it alive.
             weight = products.weight(w_LIO.detach(), backward=True)
             made = self._made[name] = _Made(weight, weakref.ref(parameter), parameter._version,
                                             parameter.data_ptr(), w_LIO.dtype)

@@ -60,6 +60,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
     if rows_RD.device.type == "cpu":
         y_TD = sum_bags(rows_RD, *bags(index_TK, scale_TK, rows_RD.dtype))
     else:
+        # One choice after the other gives the sum a fixed order, which `index_add_` lacks on a GPU.
         y_TD = torch.zeros(tokens, rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
         for j, index_T in enumerate(index_TK.unbind(1)):
             rows_TD = rows_RD.index_select(0, index_T)
@@ -176,6 +177,7 @@ def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
     """
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
+    # Choices without a row read row 0; their results are set to 0 at the end.
     index_C = position_TK.clamp(min=0).reshape(-1)
     size = min(tokens, max(1, products.PIECE_BYTES // max(1, choices * width * dtype.itemsize)))
     narrow_CD = scratch("rows to dot", (size * choices, width), rows_RD)
@@ -310,6 +312,7 @@ def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) ->
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the same as `_Combine.backward`, in operations that autograd can differentiate."""
+    # The products with 0 keep the results in the graph.
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
     scale_R = at_rows(weights_TK, source_R)

@@ -210,6 +210,7 @@ def padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding:
     first_L, start_L = own_L.cumsum(0) - own_L, padded_L.cumsum(0) - padded_L
     expert_P = torch.repeat_interleave(padded_L)
     nth_P = torch.arange(expert_P.numel(), device="cpu") - start_L[expert_P]
+    # Positions behind an expert's last row become copies of this row.
     last_P = (own_L - 1)[expert_P]
     shift_R = (start_L - first_L).repeat_interleave(own_L)
     padded_R = torch.arange(shift_R.numel() + 1, device="cpu")

@@ -99,6 +99,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
     else:
         recipe = [kinds.BlockWise1x16, kinds.TensorWise]
         codes = [each.view(torch.float4_e2m1fn_x2) for each in codes]
+        # The product needs a tensor scale for each group; all groups share the same value.
         for found, each in zip(scales, (a, b), strict=True):
             found.append(each.tensor.expand(groups.number).contiguous())
     return F.scaled_grouped_mm(
@@ -135,6 +136,7 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
     at_R = torch.arange(rows, device=scales_RB.device) + shift_L[groups.group_R]
+    # An upper bound, because the host does not know the lengths.
     height = (-(-rows // TILE_ROWS) + groups.number) * TILE_ROWS
     wide = _to_tiles(scales_RB)[:rows].view(torch.uint8)
     placed = wide.new_zeros(height, wide.shape[1]).index_copy_(0, at_R, wide)

@@ -155,6 +155,7 @@ class NextBlockRouting:
         if self.following is None:
             return
         self._hooks.append(self.layer.register_forward_hook(self._tie))
+        # Only stored experts must be fetched before they can compute.
         if self.following.experts.stored:
             self._hooks.append(self.layer.experts.register_forward_pre_hook(self._while_computing))
 
@@ -163,6 +164,7 @@ class NextBlockRouting:
         for hook in self._hooks:
             hook.remove()
         self.layer.link = None
+        # Deleting the attribute of the instance makes the method of the class visible again.
         del self.layer.route
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
@@ -291,6 +293,7 @@ def link(model: nn.Module) -> int:
             if before.config.router.predict and _predictable(before, after):
                 NextBlockRouting(before, after, None, None).attach()
         return 0
+    # One mailbox between each pair of neighbours. The first layer has no inbox, the last no outbox.
     boxes = [RoutingMailbox() for _ in layers[1:]]
     for layer, after, inbox, outbox in zip(layers, [*layers[1:], None], [None, *boxes],
                                            [*boxes, None], strict=True):

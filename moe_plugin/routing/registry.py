@@ -72,6 +72,7 @@ class RoutingCheck:
         if not isinstance(routing, Routing):
             raise ValueError(f"The {who} returned an object of type {type(routing).__name__}. It "
                              "must return a moe_plugin.records.Routing.")
+        # The first parameter of a user-defined router may have any name.
         x_TD = args[0] if args else next(iter(kwargs.values()))
         tokens, ids_TK = x_TD.shape[0], routing.ids_TK
         if ids_TK.dim() != 2 or ids_TK.shape[0] != tokens or ids_TK.dtype != torch.int64:
@@ -181,6 +182,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
         return factories[0](config, **where)
+    # Each router gets only losses that it can compute, because it rejects all other losses.
     made = [factory(_with_own_losses(config, factory, factories), **where) for factory in factories]
     return RouterSelector(made, config.router, comm=comm, host=host, device=device)
 

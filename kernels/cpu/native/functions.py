@@ -47,6 +47,7 @@ def readable(x: Tensor) -> bool:
 
     The values must be in CPU memory, and neither a mode nor a compiler may defer them.
     """
+    # Other subclasses of Tensor, such as fake tensors, may have no memory to read.
     return (x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
             and not torch.compiler.is_compiling())
 

@@ -102,6 +102,7 @@ class SAMRouter(GroupLimitedRouter):
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
         """Return the weights, and note the experts outside the group; see `Router.weigh`."""
         groups, experts = self.config.groups, self.num_experts
+        # All choices of a token lie in one group, so the first choice identifies the group.
         group_T1 = ids_TK[:, :1] // (experts // groups)
         call.outside_TE = ~group_members(group_T1, groups, experts)
         return super().weigh(call, ids_TK)
@@ -143,6 +144,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Count the choices of a step; see `Router.after_choice`."""
+        # A recomputation repeats a choice that has already been counted.
         if counts(self.training):
             self.note_adapter()
             self.load_E.add_(call.own_load_KE.sum(0))

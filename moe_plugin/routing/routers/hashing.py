@@ -102,6 +102,7 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
             f" and of {short(config.path)} with {listed_V.numel()} entries")
         raise ValueError(f"router.hash.vocabulary={config.vocabulary} is not valid. Set it to the "
                          f"size of the vocabulary{entries}.")
+    # Drawn on the CPU, so that the table does not depend on the device.
     g = torch.Generator().manual_seed(config.seed)
     if config.kind == "random":
         return torch.randint(experts, (vocabulary,), generator=g, device="cpu")

@@ -72,6 +72,7 @@ class QuantileRouter(Router):
             keep, count = self.config.quantile_ema, passes_E[-1]
             mean_E = passes_E[:-1] / torch.where(count > 0, count, 1)
             new_E = keep * self.bias_E - (1 - keep) * mean_E
+            # Without any pass the biases stay. The check runs on the device to avoid a wait.
             new_E = torch.where(count > 0, new_E - new_E.mean(), self.bias_E)
             self.bias_E.copy_(new_E)
         super().finish_step()

@@ -62,6 +62,7 @@ class TopKRouter(Router):
         """Drop some second experts under policy "random"; see `Router.after_choice`."""
         if not self.training or self.second_expert_policy != "random":
             return call.ids_TK
+        # The draw is recorded, because a recomputation must drop the same experts.
         call.chosen_TK = call.ids_TK
         return self.replayed(lambda: self._drop_second(call.ids_TK, weights_TK.detach()),
                              "kept second choice", tuple(call.ids_TK.shape))
