@@ -79,8 +79,8 @@ class Blocks:
         else:
             codes = _from_e2m1(self.codes)
             scales = self.scales.float() * self.tensor[..., None, None]
-        made = codes.unflatten(-1, (scales.shape[-1], self.block)) * scales[..., None]
-        return made.flatten(-2)[..., :self.width].to(dtype).contiguous()
+        scaled = codes.unflatten(-1, (scales.shape[-1], self.block)) * scales[..., None]
+        return scaled.flatten(-2)[..., :self.width].to(dtype).contiguous()
 
 
 def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m3fn,
@@ -102,8 +102,8 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
     if square:
         largest = _of_squares(largest, block)
     scales = _least_power(largest, torch.finfo(codes).max)
-    made = torch.where(finite, blocks / power(scales)[..., None], torch.nan)
-    return Blocks(made.to(codes).flatten(-2), scales, None, x.shape[-1], block)
+    scaled = torch.where(finite, blocks / power(scales)[..., None], torch.nan)
+    return Blocks(scaled.to(codes).flatten(-2), scales, None, x.shape[-1], block)
 
 
 def quantize_mxfp8(x: Tensor) -> Blocks:

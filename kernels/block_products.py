@@ -63,7 +63,7 @@ def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: Row
         dtype: dtype of the result.
     """
     wide = _wide(dtype)
-    x_RI, grad_RO = (each.values(wide).t().contiguous() for each in (x_blocks, grad_blocks))
+    x_RI, grad_RO = (blocks.values(wide).t().contiguous() for blocks in (x_blocks, grad_blocks))
     return expert_weight_grad(x_RI, grad_RO, groups, None, None, "ieee").to(dtype)
 
 

@@ -81,8 +81,8 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     order_N = stable_order(key_N, experts + 1)
     sorted_N = key_N[order_N]
     start_E = torch.searchsorted(sorted_N, torch.arange(experts + 1, device=ids_N.device))
-    place_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
-    rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, place_N)
+    rank_in_order_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
+    rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, rank_in_order_N)
     return rank_N.masked_fill_(ids_N < 0, -1), start_E.diff()
 
 

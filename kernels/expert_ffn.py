@@ -240,15 +240,15 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
         factors = _for_each_row(adapter.factor_LO, counts).chunk(len(maps), -1)
     low_RR = matmul(rows_RI, counts, adapter.a_LIR, None)
     more = matmul(low_RR, counts, adapter.b_LRO, None).chunk(len(maps), -1)
-    made = []
+    outputs = []
     for (w, b), low, factor in zip(maps, more, factors, strict=True):
         if factor is None:
-            made.append(matmul(rows_RI, counts, w, b) + low)
+            outputs.append(matmul(rows_RI, counts, w, b) + low)
             continue
         # The bias is added after the factor, which scales only the weights and the adapter.
         scaled = (matmul(rows_RI, counts, w, None) + low) * factor
-        made.append(scaled if b is None else scaled + _for_each_row(b, counts))
-    return made
+        outputs.append(scaled if b is None else scaled + _for_each_row(b, counts))
+    return outputs
 
 
 def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, clamp: float = 0.0,

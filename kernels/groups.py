@@ -57,20 +57,20 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
         length: number of elements.
         enough: bool scalar on the device. If False, all elements of the result are NaN.
     """
-    here_M, there_M = _slots(record_M, pages_SP, host_SP)
-    x_MP = pages_SP.index_select(0, here_M)
+    device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
+    x_MP = pages_SP.index_select(0, device_slot_M)
     if host_SP.shape[0] > 1:
         on_host_M1 = (record_M >= pages_SP.shape[0] - 1)[:, None]
-        x_MP = torch.where(on_host_M1, host_SP.index_select(0, there_M), x_MP)
+        x_MP = torch.where(on_host_M1, host_SP.index_select(0, host_slot_M), x_MP)
     return x_MP.view(-1)[:length].masked_fill_(~enough, torch.nan)
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slot of each run in both buffers, or the last slot for runs stored elsewhere."""
-    here, there = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
-    on_host_M = record_M >= here
-    return (torch.where(on_host_M | (record_M < 0), here, record_M),
-            torch.where(on_host_M, record_M - here, there))
+    device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
+    on_host_M = record_M >= device_slots
+    return (torch.where(on_host_M | (record_M < 0), device_slots, record_M),
+            torch.where(on_host_M, record_M - device_slots, host_slots))
 
 
 @op
@@ -196,8 +196,8 @@ class RowGroups:
         """Group of each row, int64 [R] on the device. Filler is assigned to the last group."""
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
-            found_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)
-            return found_R.clamp_(max=self.number - 1)
+            group_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)
+            return group_R.clamp_(max=self.number - 1)
         return torch.repeat_interleave(self.lengths_L, output_size=self.total)
 
     def spans(self) -> Iterator[tuple[int, slice]]:

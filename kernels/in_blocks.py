@@ -72,13 +72,13 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
     x_BI = torch.randn(BLOCK, shape[0], generator=random, device="cpu").to(device, dtype)
     places_NB = torch.stack([torch.arange(BLOCK, device="cpu").roll(n) for n in (0, 1, 5, 16)]
                             + [torch.arange(BLOCK, device="cpu").flip(0)]).to(device)
-    found_NBO = w_IO.new_empty(len(places_NB), BLOCK, shape[1])
-    for places_B, found_BO in zip(places_NB, found_NBO, strict=True):
+    result_NBO = w_IO.new_empty(len(places_NB), BLOCK, shape[1])
+    for places_B, result_BO in zip(places_NB, result_NBO, strict=True):
         # The product of `_InBlocks`, which also ignores autocast.
         out_BO = w_IO.new_empty(BLOCK, shape[1])
         torch.mm(x_BI[places_B], w_IO, out=out_BO)
-        found_BO[places_B] = out_BO
-        if not torch.equal(found_BO, found_NBO[0]):
+        result_BO[places_B] = out_BO
+        if not torch.equal(result_BO, result_NBO[0]):
             raise ValueError(
                 f"batch_invariant=True cannot be used for products of [{BLOCK}, {shape[0]}] by "
                 f"{tuple(shape)} in {dtype} on this {device.type}, because its library sums the "
@@ -114,7 +114,7 @@ def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
         filled = F.pad(x.flatten(), (0, -x.numel() % PIECE))
         if not x.numel():
             return function(x)
-        return torch.cat([function(one) for one in filled.split(PIECE)])[:x.numel()].view_as(x)
+        return torch.cat([function(piece) for piece in filled.split(PIECE)])[:x.numel()].view_as(x)
 
     return pieces
 
@@ -144,11 +144,11 @@ class ScoreInPieces(ScoreFunction):
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
     """Loop over experts with products in blocks. Shapes and dtypes are those of `loop`."""
-    some = [product_in_blocks(rows, w) for rows, w in
+    outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:
-        some = [rows + b.to(rows.dtype) for rows, b in zip(some, b_LO.unbind(0), strict=True)]
-    return torch.cat(some)
+        outputs = [rows + b.to(rows.dtype) for rows, b in zip(outputs, b_LO.unbind(0), strict=True)]
+    return torch.cat(outputs)
 
 
 strategies.register("blocks")(from_matmul(in_blocks, elementwise=in_pieces))

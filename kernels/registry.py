@@ -98,9 +98,9 @@ kernels: Registry[Op] = Registry("kernel")
 
 def op(fn: Callable[..., Any]) -> Op:
     """Decorate a torch reference and register it as an operation with the function's name."""
-    made = Op(fn.__name__, fn)
-    kernels.register(fn.__name__)(made)
-    return made
+    operation = Op(fn.__name__, fn)
+    kernels.register(fn.__name__)(operation)
+    return operation
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

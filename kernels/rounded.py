@@ -155,20 +155,20 @@ class RoundedWeights:
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
         """Return a parameter's value in the format. w_LIO: the value, possibly cast."""
-        made = self._made.get(name)
-        if made is None or not made.still(parameter, w_LIO.dtype):
+        rounded = self._made.get(name)
+        if rounded is None or not rounded.still(parameter, w_LIO.dtype):
             # Always for backward, because the recomputation of a checkpoint reuses a weight that
             # was rounded in a pass without gradients.
             # The parameter is referenced weakly, so that this store does not keep it alive.
             weight = products.weight(w_LIO.detach(), backward=True)
-            made = self._made[name] = _Made(weight, weakref.ref(parameter), parameter._version,
+            rounded = self._made[name] = _Made(weight, weakref.ref(parameter), parameter._version,
                                             parameter.data_ptr(), w_LIO.dtype)
-        return made.weight
+        return rounded.weight
 
     def spent(self) -> None:
         """Note that a backward pass has used the weights."""
-        for made in self._made.values():
-            made.spent = True
+        for rounded in self._made.values():
+            rounded.spent = True
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,13 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing:  # a replayed CUDA graph must round the weights of its own step
         kept = None
-    made = {}
+    weights = {}
     for name, w_LIO in values.items():
         if w_LIO is None:
             continue
         parameter = parameters[name]
         if kept is None or not isinstance(parameter, nn.Parameter):
-            made[name] = products.weight(w_LIO.detach(), backward=torch.is_grad_enabled())
+            weights[name] = products.weight(w_LIO.detach(), backward=torch.is_grad_enabled())
         else:
-            made[name] = kept.get(name, parameter, w_LIO, products)
-    return RoundedCall(made, kept)
+            weights[name] = kept.get(name, parameter, w_LIO, products)
+    return RoundedCall(weights, kept)

@@ -278,13 +278,13 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _ids: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        made = grads[:3]
-        if all(g is None for g in made):
+        grads_of_outputs = grads[:3]
+        if all(g is None for g in grads_of_outputs):
             return None, None, None, None, None
         if wants_graph():
-            return _grad_with_graph(ctx, made), None, None, None, None
-        made = tuple(None if g is None else g.contiguous() for g in made)
-        grad_TE = route_top_k_backward(*ctx.saved_tensors, *made, ctx.rule, ctx.sure)
+            return _grad_with_graph(ctx, grads_of_outputs), None, None, None, None
+        grads_of_outputs = tuple(None if g is None else g.contiguous() for g in grads_of_outputs)
+        grad_TE = route_top_k_backward(*ctx.saved_tensors, *grads_of_outputs, ctx.rule, ctx.sure)
         return grad_TE, None, None, None, None
 
 

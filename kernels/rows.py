@@ -113,14 +113,14 @@ def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
     if complete:
         return position_TK, weights_TK, None
-    here_TK = position_TK >= 0
-    if _on_host(position_TK) and bool(here_TK.all()):
+    has_row_TK = position_TK >= 0
+    if _on_host(position_TK) and bool(has_row_TK.all()):
         return position_TK, weights_TK, None
     # Any row of the token will do; the maximum is -1 only if the token has no row.
-    own_T1 = position_TK.amax(1, keepdim=True)
-    index_TK = torch.where(here_TK, position_TK, own_T1).clamp_(min=0)
-    scale_TK = here_TK.to(dtype) if weights_TK is None else weights_TK * here_TK
-    return index_TK, scale_TK, own_T1[:, 0] < 0
+    any_row_T1 = position_TK.amax(1, keepdim=True)
+    index_TK = torch.where(has_row_TK, position_TK, any_row_T1).clamp_(min=0)
+    scale_TK = has_row_TK.to(dtype) if weights_TK is None else weights_TK * has_row_TK
+    return index_TK, scale_TK, any_row_T1[:, 0] < 0
 
 
 def _clear(rows_RD: Tensor, empty_R: Tensor) -> Tensor:

@@ -177,18 +177,18 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
     if x.dtype == torch.bfloat16:
         return x
     # The parts are joined into one operand, so that a single matmul multiplies all of them.
-    made = x.new_empty((*x.shape[:dim], number, *x.shape[dim:]), dtype=torch.bfloat16)
+    parts = x.new_empty((*x.shape[:dim], number, *x.shape[dim:]), dtype=torch.bfloat16)
     for n in range(number):
         if n:  # the rounding error of the parts so far
-            x = x - made.select(dim, n - 1)
-        made.select(dim, n).copy_(x)
-    return made.flatten(dim, dim + 1)
+            x = x - parts.select(dim, n - 1)
+        parts.select(dim, n).copy_(x)
+    return parts.flatten(dim, dim + 1)
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
     """Multiply 16-bit a and b into float32, then sum over runs of `size` along `dim`."""
-    made = torch.mm(a, b, out_dtype=torch.float32)
-    return made if made.shape[dim] == size else made.unflatten(dim, (-1, size)).sum(dim)
+    product = torch.mm(a, b, out_dtype=torch.float32)
+    return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 
 
 def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:

@@ -79,11 +79,11 @@ class GradSums:
         """
         if not self.last(name):
             return None
-        found = self._sums.pop(name)  # removed, because the graph may serve another pass
+        total = self._sums.pop(name)  # removed, because the graph may serve another pass
         # The memory of experts without rows was never written.
-        for expert in set(range(found.grad_LIO.shape[0])) - found.experts:
-            found.grad_LIO[expert].zero_()
-        return found.grad_LIO
+        for expert in set(range(total.grad_LIO.shape[0])) - total.experts:
+            total.grad_LIO[expert].zero_()
+        return total.grad_LIO
 
     def so_far(self, name: str) -> Tensor | None:
         """Return the gradient of weight `name` [L, I, O] from the calls so far, or None."""
@@ -223,8 +223,8 @@ class MainGrad:
 
     def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
         # CPU matmuls cannot write a result with a dtype other than that of the operands.
-        made_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
-        target_IO.add_(multiply(a_IN, b_NO, made_IO))
+        product_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
+        target_IO.add_(multiply(a_IN, b_NO, product_IO))
 
     def result(self) -> Tensor | None:
         """Return the result of backward: a `placeholder_grad` for the last call that shares `sums`.
@@ -287,8 +287,8 @@ class LaterGrads:
         tensors: [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """
         wanted = tuple(t is not None and t.requires_grad for t in tensors[::2])
-        return [t if t is None or place % 2 else t.detach()
-                for place, t in enumerate(tensors)], wanted
+        return [t if t is None or index % 2 else t.detach()
+                for index, t in enumerate(tensors)], wanted
 
     def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Postpone the gradients of a pass. `work` returns them by name, with None for unneeded
@@ -361,9 +361,9 @@ class RowWeightGrads:
         if (into[0] is None) != (into[1] is None):
             return (self.one("w_in_LDF", x, g_h, token_R, None),
                     self.one("w_gate_LDF", x, g_gate, token_R, None))
-        made = expert_weight_grad_pair(x, g_h, g_gate, self.groups, token_R, self.precision,
+        grads = expert_weight_grad_pair(x, g_h, g_gate, self.groups, token_R, self.precision,
                                        None if into[0] is None else into)
-        return self._given("w_in_LDF", made[0]), self._given("w_gate_LDF", made[1])
+        return self._given("w_in_LDF", grads[0]), self._given("w_gate_LDF", grads[1])
 
     def one(self, name: str, x: Tensor, grad: Tensor, x_token_R: Tensor | None,
             grad_token_R: Tensor | None) -> Tensor | None:

@@ -144,12 +144,12 @@ class MemoryPool:
 
     def kept_bytes(self) -> dict[str, int]:
         """Return the bytes of the retained memory, in use or free, by purpose."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         with self._lock:
             for (purpose, _), kept in self._kept.items():
                 size = sum(storage.nbytes() for storage in kept.storages)
-                found[purpose] = found.get(purpose, 0) + size
-        return found
+                sizes[purpose] = sizes.get(purpose, 0) + size
+        return sizes
 
 
 # All layers share one pool without references to each other. The weak reference frees the pool

@@ -157,10 +157,10 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
     blocks: list[UnitBlock] = []
     units: list[Unit] = []
     start = size = 0
-    found = units_of(counts, limit, rule)
-    if rule.narrow and 0 < sum([unit.experts for unit in found]) - len(found) < rule.least:
-        found = [_unit(expert, 1, rows, rule) for expert, rows in enumerate(counts) if rows]
-    for unit in found:
+    all_units = units_of(counts, limit, rule)
+    if rule.narrow and 0 < sum([unit.experts for unit in all_units]) - len(all_units) < rule.least:
+        all_units = [_unit(expert, 1, rows, rule) for expert, rows in enumerate(counts) if rows]
+    for unit in all_units:
         unit_size = unit.experts * unit.rows
         if units and size + unit_size > limit:
             blocks.append(UnitBlock(slice(start, start + size), units))

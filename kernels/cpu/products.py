@@ -221,18 +221,18 @@ class SideBySide:
 @functools.cache
 def side_by_side() -> SideBySide | None:
     """Return the compiled functions, created once, or None; see `why_one_by_one`."""
-    found, gemm = build.library("products.c"), _gemm_of_torch()
-    return None if isinstance(found, str) or gemm is None else SideBySide(found, gemm)
+    library, gemm = build.library("products.c"), _gemm_of_torch()
+    return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 
 
 def _gemm_of_torch() -> int | None:
     """Return the address of the sgemm of torch's MKL, or None if torch uses another library."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        found = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
+        gemm = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
     except (OSError, AttributeError):
         return None
-    return ctypes.cast(found, POINTER).value
+    return ctypes.cast(gemm, POINTER).value
 
 
 def why_one_by_one() -> str | None:

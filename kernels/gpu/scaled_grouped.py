@@ -57,9 +57,9 @@ def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups
 
 
 def _not_so(dtype: torch.dtype, operands: tuple[Blocks, Blocks], *widths: int) -> str | None:
-    if any(each.block > 32 for each in operands):
+    if any(blocks.block > 32 for blocks in operands):
         return "blocks of 128, but only 32 and 16 are supported"
-    if any(each.codes.dtype == torch.float8_e5m2 for each in operands):
+    if any(blocks.codes.dtype == torch.float8_e5m2 for blocks in operands):
         return "e5m2 codes, but only e4m3 is used here"
     if dtype != torch.bfloat16:
         return f"dtype {dtype}, but results are bfloat16"
@@ -86,7 +86,8 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
     """Multiply with torch's product; see `kernels.block_products.expert_weight_grad_blocks`."""
-    scales = (_tiled_columns(each.scales, each.block, groups) for each in (x_blocks, grad_blocks))
+    scales = (_tiled_columns(blocks.scales, blocks.block, groups)
+              for blocks in (x_blocks, grad_blocks))
     return _call(x_blocks, grad_blocks, *scales, groups)
 
 
@@ -159,13 +160,13 @@ def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
     at_B = torch.arange(columns, device=device) + shift_G[group_B]
     tall = _to_tiles(scales_MB)[:, :columns].view(torch.uint8)
     placed = tall.new_zeros(tall.shape[0], tiles * TILE_COLUMNS).index_copy_(1, at_B, tall)
-    found = _tiles(placed)  # [H, tiles, 512]; below, the tiles of a group become neighbours
+    tiled = _tiles(placed)  # [H, tiles, 512]; below, the tiles of a group become neighbours
     group_T = torch.repeat_interleave(tiles_G, output_size=tiles)
     inside_T = torch.arange(tiles, device=device) - first_G[group_T]
-    at_HT = first_G[group_T] * found.shape[0] + inside_T + (
-        torch.arange(found.shape[0], device=device)[:, None] * tiles_G[group_T])
-    ordered = torch.empty_like(found).view(-1, found.shape[2]).index_copy_(
-        0, at_HT.flatten(), found.flatten(0, 1))
+    at_HT = first_G[group_T] * tiled.shape[0] + inside_T + (
+        torch.arange(tiled.shape[0], device=device)[:, None] * tiles_G[group_T])
+    ordered = torch.empty_like(tiled).view(-1, tiled.shape[2]).index_copy_(
+        0, at_HT.flatten(), tiled.flatten(0, 1))
     return ordered.view(placed.shape).view(scales_MB.dtype)
 
 

@@ -120,11 +120,11 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
     The result is 0 for a rank without tokens.
     """
     # Truncated before the multiplication by k, as in Tutel.
-    each = math.trunc(abs(factor) * math.ceil(tokens / experts))
+    slots_per_choice = math.trunc(abs(factor) * math.ceil(tokens / experts))
     if isinstance(tokens, int):  # torch.compile up to 2.11 rejects sym_min of known integers
-        return max(min(tokens, 1), top_k * each)
+        return max(min(tokens, 1), top_k * slots_per_choice)
     # torch.export may leave the number of tokens symbolic.
-    return torch.sym_max(torch.sym_min(tokens, 1), top_k * each)
+    return torch.sym_max(torch.sym_min(tokens, 1), top_k * slots_per_choice)
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class _Rule:
         """Compute `slots` from an int64 scalar, with the same float64 arithmetic as on the host."""
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
-        each = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
-        return ((each.double() * abs(self.factor)).long() * top_k).clamp(min=1)
+        slots_per_choice = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
+        return ((slots_per_choice.double() * abs(self.factor)).long() * top_k).clamp(min=1)
 
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
@@ -257,8 +257,8 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
     tokens = ids_TK.shape[0]
     if comm.size == 1:
         return
-    found = comm.state.get(_EqualTokens)
-    if found.tokens != tokens:
+    checked = comm.state.get(_EqualTokens)
+    if checked.tokens != tokens:
         # The maximum of (T, -T) finds the largest and the smallest number in one all-reduce.
         most, least = comm.hosts.all_reduce(torch.tensor([tokens, -tokens]), "max").tolist()
         if most != -least:
@@ -267,7 +267,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
                 f"rank {comm.rank} of {comm.size} has {tokens} tokens and the ranks have "
                 f"{-least} to {most}. Pad the batch (token_mask), or set dispatch.equal_tokens to "
                 "False.")
-        found.tokens = tokens
+        checked.tokens = tokens
 
 
 @torch.library.custom_op("moe_plugin::with_equal_tokens", mutates_args=())

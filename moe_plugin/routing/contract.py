@@ -73,15 +73,15 @@ class BuffersKeepDtype(nn.Module):
 
 def float32_state(module: nn.Module) -> list[str]:
     """Return the names of the state dict entries that stay in float32 when the module is cast."""
-    found = []
+    names = []
     for name, part in module.named_modules():
         if isinstance(part, BuffersKeepDtype):
-            kept = [own for own, value in part.named_buffers(recurse=False)
-                    if own not in part._non_persistent_buffers_set and value.is_floating_point()]
+            kept = [entry for entry, value in part.named_buffers(recurse=False)
+                    if entry not in part._non_persistent_buffers_set and value.is_floating_point()]
             if part.keeps_parameters:
-                kept += [own for own, _ in part.named_parameters(recurse=False)]
-            found += [f"{name}.{own}" if name else own for own in kept]
-    return found
+                kept += [entry for entry, _ in part.named_parameters(recurse=False)]
+            names += [f"{name}.{entry}" if name else entry for entry in kept]
+    return names
 
 
 class RouterModule(HasFinishStep, nn.Module):
@@ -210,13 +210,13 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     def _go_to(self, steps: int) -> None:
         # The last change that has been reached wins, so `changes` must be in ascending order.
         k = self.first
-        for place, experts in self.changes.items():
-            if place < 1 and self.total is None:
+        for start, experts in self.changes.items():
+            if start < 1 and self.total is None:
                 raise ValueError(
                     f"router.top_k_at={self.changes} uses fractions of the run, but the number of "
                     "steps is unknown. Use step numbers such as 1000=1, or set the number of "
                     "steps (--max-update, --train-iters, TrainingSteps(..., total=...)).")
-            k = experts if steps >= (place * (self.total or 0) if place < 1 else place - 1) else k
+            k = experts if steps >= (start * (self.total or 0) if start < 1 else start - 1) else k
         if (steps, k) != (self.steps, self.k):
             self.steps, self.k = steps, k
             self.now.copy_(torch.tensor([steps, k]))
@@ -274,10 +274,10 @@ def finish_step_of_any(model: nn.Module) -> bool:
 
     Returns: whether the model has a layer or router with such a method.
     """
-    found = [module for module in model.modules() if isinstance(module, HasFinishStep)]
-    for module in found:
+    modules = [module for module in model.modules() if isinstance(module, HasFinishStep)]
+    for module in modules:
         module.finish_step()
-    return bool(found)
+    return bool(modules)
 
 
 def forget_step(model: nn.Module) -> None:

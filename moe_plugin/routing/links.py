@@ -51,8 +51,8 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
     """
     row_W = target_shares(beta_WW)[rank]
     run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)
-    each = experts // run_G.numel()
-    return (run_G / each).repeat_interleave(each)
+    experts_per_run = experts // run_G.numel()
+    return (run_G / experts_per_run).repeat_interleave(experts_per_run)
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
@@ -133,9 +133,9 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
         experts: number of experts E.
         shards: see `expert_shares`.
     """
-    here = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
-    here_G = here.view(-1, shards or max(1, comm.size // experts)).all(1)
-    return here_G.repeat_interleave(experts // here_G.numel())
+    near_W = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
+    near_G = near_W.view(-1, shards or max(1, comm.size // experts)).all(1)
+    return near_G.repeat_interleave(experts // near_G.numel())
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:

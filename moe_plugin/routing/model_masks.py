@@ -57,7 +57,7 @@ class TokenMasks:
     def end(self, owner: object) -> None:
         """End a module's pass, and all passes inside it that an error left open."""
         # A module that raised an error may not have ended its pass.
-        while any(mine is owner for mine, _ in self._open):
+        while any(opened_by is owner for opened_by, _ in self._open):
             if self._open.pop()[0] is owner:
                 break
 
@@ -174,8 +174,8 @@ class _Hook:
         self.masks.end(self)
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-        place = self.places.get(name)
-        return args[place] if place is not None and place < len(args) else kwargs.get(name)
+        position = self.places.get(name)
+        return args[position] if position is not None and position < len(args) else kwargs.get(name)
 
     def _real(self, module: nn.Module, value: Any, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Tensor | None:
@@ -209,8 +209,8 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
     Returns: the mask, or None if the attention mask does not describe single tokens.
     """
     if isinstance(value, Mapping):
-        found = (attended(mask, length, fixed_cache) for mask in value.values())
-        return next((real for real in found if real is not None), None)
+        masks = (attended(mask, length, fixed_cache) for mask in value.values())
+        return next((real for real in masks if real is not None), None)
     if not isinstance(value, Tensor) or value.dim() not in (2, 3, 4):
         return None
     if value.dim() == 2:
@@ -252,8 +252,8 @@ class _Unknown:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the arguments before a pass of the model."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        for name, place in self.places.items():
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for name, position in self.places.items():
+            value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() \
                     and any(x is not value and x.shape[:2] == value.shape for x in given):
                 _warn(f"{type(module).__name__} received the unknown mask {name} (known masks: "
@@ -272,8 +272,8 @@ def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
     masks, readers = known[0] if known else TokenMasks(), {id(module) for module in inside}
     around = [module for module in model.modules() if id(module) not in readers
               and any(id(part) in readers for part in module.modules())]
-    found = [_hooked(module, masks) for module in around]
-    if any(found) or any(isinstance(hook, _Unknown) for hook in hooks):
+    hooked = [_hooked(module, masks) for module in around]
+    if any(hooked) or any(isinstance(hook, _Unknown) for hook in hooks):
         return masks
     for module in around:
         if names := {name: at for name, at in _places(module).items() if "mask" in name}:
@@ -283,8 +283,8 @@ def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
 
 
 def _places(module: nn.Module) -> dict[str, int]:
-    return {name: place
-            for place, name in enumerate(inspect.signature(module.forward).parameters)}
+    return {name: position
+            for position, name in enumerate(inspect.signature(module.forward).parameters)}
 
 
 def _hooked(module: nn.Module, masks: TokenMasks) -> bool:

@@ -211,15 +211,15 @@ class NextBlockRouting:
                              "only the parts between the MoE layers.")
         after = self.following
         routing = _routed(after, tokens, top_k)
-        made: list[PendingRouting] = []
+        new_pendings: list[PendingRouting] = []
 
         def new() -> PendingRouting:
-            made.append(PendingRouting())
-            return made[0]
+            new_pendings.append(PendingRouting())
+            return new_pendings[0]
 
         pending = replayed(self, new, self.layer.training, what="sent decision", values=False)
         values = _values(routing)
-        if made:  # in a recomputation the next block has already received the decision
+        if new_pendings:  # in a recomputation the next block has already received the decision
             decided = _with_values(routing, [x.detach() for x in values])
             pending.routing = replace(decided, sizes=_start_sizes(after, decided))
             outbox.put(pending, tokens.x_TD.shape[0])
@@ -327,11 +327,11 @@ def has_own_gate(layer: LinkableLayer) -> bool:
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
     """Yield a layer and the layers after it with experts that are chosen one block early."""
-    here: LinkableLayer | None = layer
-    while here is not None:
-        yield here
-        linked = here.link is not None and here.link.outbox is not None
-        here = here.link.following if linked else None
+    current: LinkableLayer | None = layer
+    while current is not None:
+        yield current
+        linked = current.link is not None and current.link.outbox is not None
+        current = current.link.following if linked else None
 
 
 def _values(routing: Routing) -> list[Tensor]:
@@ -387,5 +387,5 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         pending = ctx.pending
         # Cleared, because another backward pass over the same graph brings new gradients.
-        found, pending.gradients = pending.gradients, None
-        return (None, grad_TD, *(found or (None,) * ctx.count))
+        gradients, pending.gradients = pending.gradients, None
+        return (None, grad_TD, *(gradients or (None,) * ctx.count))

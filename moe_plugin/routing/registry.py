@@ -91,9 +91,9 @@ class RoutingCheck:
                     f"num_experts={self.experts}.")
 
 
-def _refused(who: str, name: str, found: Tensor, wanted: str) -> ValueError:
-    return ValueError(f"The {who} returned {name} with shape {tuple(found.shape)} and dtype "
-                      f"{found.dtype}. It must be {wanted}.")
+def _refused(who: str, name: str, value: Tensor, wanted: str) -> ValueError:
+    return ValueError(f"The {who} returned {name} with shape {tuple(value.shape)} and dtype "
+                      f"{value.dtype}. It must be {wanted}.")
 
 
 def check_results(router: nn.Module, experts: int) -> None:

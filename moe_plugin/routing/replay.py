@@ -70,12 +70,12 @@ class _Recorded:
 
 def _generators() -> list[torch.Generator]:
     """Return the default generators of this machine with a state that can be read now."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized() and not (
                 device is torch.cuda and torch.cuda.is_current_stream_capturing()):
-            found += getattr(device, "default_generators", ())
-    return found
+            generators += getattr(device, "default_generators", ())
+    return generators
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -96,11 +96,11 @@ class Recording:
         """Return the recording stored on the object of a checkpointed call, or create the
         recording.
         """
-        found: Recording | None = getattr(owner, _ATTRIBUTE, None)
-        if found is None:
-            found = cls()
-            setattr(owner, _ATTRIBUTE, found)
-        return found
+        recording: Recording | None = getattr(owner, _ATTRIBUTE, None)
+        if recording is None:
+            recording = cls()
+            setattr(owner, _ATTRIBUTE, recording)
+        return recording
 
     def add(self, key: Key, entry: _Recorded) -> None:
         self._entries.setdefault(key, []).append(entry)
@@ -114,20 +114,20 @@ class Recording:
         task = torch._C._current_graph_task_id()
         if task != self._task:  # with `retain_graph` every backward pass recomputes
             self._task, self._read = task, {}
-        entries, place = self._entries.get(key, []), self._read.get(key, 0)
-        if place == len(entries) and task == -1:  # a saved tensor is read again outside backward
-            place = 0
-        if place >= len(entries):
+        entries, index = self._entries.get(key, []), self._read.get(key, 0)
+        if index == len(entries) and task == -1:  # a saved tensor is read again outside backward
+            index = 0
+        if index >= len(entries):
             raise RuntimeError(
-                f"The recomputation requests {_name(key)} {place + 1} times, but the first pass "
+                f"The recomputation requests {_name(key)} {index + 1} times, but the first pass "
                 f"recorded it {len(entries)} times. {_SAME_CALLS}")
-        self._read[key] = place + 1
-        found = getattr(entries[place].value, "shape", None)
-        if shape is not None and tuple(found or ()) != shape:
+        self._read[key] = index + 1
+        recorded_shape = getattr(entries[index].value, "shape", None)
+        if shape is not None and tuple(recorded_shape or ()) != shape:
             raise RuntimeError(
                 f"The recomputation requests {_name(key)} with shape {shape}, but the first pass "
-                f"recorded shape {tuple(found or ())}. {_SAME_CALLS}")
-        return entries[place]
+                f"recorded shape {tuple(recorded_shape or ())}. {_SAME_CALLS}")
+        return entries[index]
 
 
 _SAME_CALLS = ("When a checkpointed function runs again, it must call the same layers with the "
@@ -164,8 +164,8 @@ def _recomputed_frame(frame: FrameType) -> Any:
 
 def _frame_object(frame: FrameType, name: str) -> Any:
     code = frame.f_code
-    found = frame.f_locals.get(name) if name in code.co_varnames + code.co_freevars else None
-    return found if hasattr(found, "recompute_fn") else None
+    frame_object = frame.f_locals.get(name) if name in code.co_varnames + code.co_freevars else None
+    return frame_object if hasattr(frame_object, "recompute_fn") else None
 
 
 # Maps the name of a function that runs a checkpointed call to a getter of the object that
@@ -302,9 +302,9 @@ class _Tape:
         recorded = tuple(self.calls[position])
         if recorded != call:
             raise _differs(position, _described(call), _described(recorded))
-        found = None if shape is None else tuple(self.ids[position].shape)
-        if found != shape:
-            raise _differs(position, f"{_described(call)} of shape {shape}", f"shape {found}")
+        stored = None if shape is None else tuple(self.ids[position].shape)
+        if stored != shape:
+            raise _differs(position, f"{_described(call)} of shape {shape}", f"shape {stored}")
 
 
 def _described(call: tuple[Any, ...]) -> str:

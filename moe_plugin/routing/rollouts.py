@@ -122,10 +122,10 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
         starts: position of each sample's first token, for padding on the left. Defaults to 0.
     """
     starts = starts or [0] * len(samples)
-    for one in samples:
-        if one.shape[1:] != samples[0].shape[1:]:
+    for sample in samples:
+        if sample.shape[1:] != samples[0].shape[1:]:
             raise ValueError(f"The samples differ in [layers, top_k]: {list(samples[0].shape[1:])} "
-                             f"and {list(one.shape[1:])}. Pass samples of a single model.")
+                             f"and {list(sample.shape[1:])}. Pass samples of a single model.")
     batch = samples[0].new_full((len(samples), length, *samples[0].shape[1:]), -1)
     for row_SLK, ids_TLK, start in zip(batch, samples, starts, strict=True):
         if start + len(ids_TLK) > length:
@@ -142,8 +142,8 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     lengths: tokens of each sample in the batch, including padding and the last token, for which an
     engine has no choice.
     """
-    return torch.cat([padded([one], length)
-                      for one, length in zip(samples, lengths, strict=True)], 1)
+    return torch.cat([padded([sample], length)
+                      for sample, length in zip(samples, lengths, strict=True)], 1)
 
 
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
@@ -167,9 +167,9 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
     rank, ranks = context
     if ranks > 1:
         sequences = ids_BSLK.split(list(lengths), 1) if lengths else [ids_BSLK]
-        for one in sequences:
-            _check_parts("context", one.shape[1], 2 * ranks)
-        parts = [one.chunk(2 * ranks, 1) for one in sequences]
+        for sequence_SLK in sequences:
+            _check_parts("context", sequence_SLK.shape[1], 2 * ranks)
+        parts = [sequence_SLK.chunk(2 * ranks, 1) for sequence_SLK in sequences]
         ids_BSLK = torch.cat([part for some in parts for part in (some[rank], some[-1 - rank])], 1)
     rank, ranks = sequence
     _check_parts("sequence", ids_BSLK.shape[1], ranks)
@@ -242,7 +242,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
     if len(places) != len(experts) or not all(0 <= p < ids_TLK.shape[1] for p in places):
         raise ValueError(f"layers={short(places)} must contain {len(experts)} numbers in "
                          f"0..{ids_TLK.shape[1] - 1}, one for each layer with experts.")
-    choices = [ids_TLK[:, place] for place in places]
+    choices = [ids_TLK[:, index] for index in places]
     for ids_TK, count in zip(choices, experts, strict=True):
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < count:
             raise ValueError(f"The routed experts are in {int(ids_TK.min())}..{int(ids_TK.max())}, "

@@ -216,7 +216,7 @@ def number_layers(model: nn.Module, first: int = 0) -> int:
         first: number of the first selector.
     Returns: the number of selectors.
     """
-    found = [module for module in model.modules() if isinstance(module, RouterSelector)]
-    for number, selector in enumerate(found, first):
+    selectors = [module for module in model.modules() if isinstance(module, RouterSelector)]
+    for number, selector in enumerate(selectors, first):
         selector.layer = number
-    return len(found)
+    return len(selectors)

@@ -59,8 +59,8 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
     defines: preprocessor definitions `NAME=value`.
     """
     try:
-        found = _loaded(SOURCES / source, compiler_command(defines))
-        _use_threads_of_torch(found)
+        loaded = _loaded(SOURCES / source, compiler_command(defines))
+        _use_threads_of_torch(loaded)
     except (Unavailable, ValueError) as reason:
         return str(reason)
     except OSError as error:
@@ -68,13 +68,13 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
         logger.warning("Experts on CPU use torch's operations, which are slower, instead of %s, "
                        "because it %s", source, reason)
         return reason
-    return found
+    return loaded
 
 
 def why_not(source: str, *defines: str) -> str | None:
     """Return why `library` has no such functions, or None if it has."""
-    found = library(source, *defines)
-    return found if isinstance(found, str) else None
+    functions = library(source, *defines)
+    return functions if isinstance(functions, str) else None
 
 
 def processor_options(machine: str, capability: str, flags: Collection[str]) -> list[str]:
@@ -106,9 +106,9 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
         raise Unavailable(f"CC={environment['CC']!r} is not a command: {error}") from error
     path = environment.get("PATH")
     for command in [named] if named else [[name] for name in COMPILERS]:
-        found = shutil.which(command[0], path=path)
-        if found is not None:
-            return [found, *command[1:]]
+        path_of_command = shutil.which(command[0], path=path)
+        if path_of_command is not None:
+            return [path_of_command, *command[1:]]
     wanted = f"CC={environment['CC']!r} was not found" if named else "no C compiler was found"
     raise Unavailable(f"{wanted}; on Debian or Ubuntu, run: sudo apt-get install gcc")
 
@@ -138,19 +138,19 @@ def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(str(target))
     # Several ranks may compile at once. Each writes a separate file, and the last rename wins.
-    handle, made = tempfile.mkstemp(".so", dir=target.parent)
+    handle, temporary = tempfile.mkstemp(".so", dir=target.parent)
     os.close(handle)
     try:
-        run_compiler([*command, "-o", made, str(source)])
-        found = ctypes.CDLL(made)
-        os.replace(made, target)
-        return found
+        run_compiler([*command, "-o", temporary, str(source)])
+        library = ctypes.CDLL(temporary)
+        os.replace(temporary, target)
+        return library
     except OSError:
         if target.exists():  # another rank succeeded: all ranks of a node must use the same code
             return ctypes.CDLL(str(target))
         raise
     finally:
-        Path(made).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 def run_compiler(command: list[str]) -> None:
@@ -162,12 +162,12 @@ def run_compiler(command: list[str]) -> None:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           start_new_session=True) as started:
         try:
-            said = started.communicate(timeout=TIMEOUT)[1].decode(errors="replace").strip()
+            stderr = started.communicate(timeout=TIMEOUT)[1].decode(errors="replace").strip()
         except subprocess.TimeoutExpired:
             os.killpg(started.pid, signal.SIGKILL)  # including the programs that it started
             raise OSError(f"{command[0]} did not finish within {TIMEOUT} s") from None
     if started.returncode:
-        raise OSError(f"{command[0]} failed with exit status {started.returncode}: {short(said)}")
+        raise OSError(f"{command[0]} failed with exit status {started.returncode}: {short(stderr)}")
 
 
 def _folder() -> Path:

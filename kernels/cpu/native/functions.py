@@ -37,9 +37,9 @@ POINTER, INT64, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
     """Return a compiled function without a result. types: types of its arguments."""
-    found = getattr(functions, name)
-    found.argtypes, found.restype = types, None
-    return found
+    compiled = getattr(functions, name)
+    compiled.argtypes, compiled.restype = types, None
+    return compiled
 
 
 def readable(x: Tensor) -> bool:
@@ -114,8 +114,8 @@ def passes(x: Tensor, activation: str) -> NativePasses | None:
 @functools.cache
 def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
     """Return the compiled passes, created once; see `passes`."""
-    found = build.library(*_source(activation))
-    return None if isinstance(found, str) else NativePasses(found, dtype)
+    library = build.library(*_source(activation))
+    return None if isinstance(library, str) else NativePasses(library, dtype)
 
 
 def _source(activation: str | None) -> tuple[str, ...]:
@@ -183,5 +183,5 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 @functools.cache
 def compiled_scores() -> Scores | None:
     """Return the compiled matmuls, created once; see `scores_of`."""
-    found = build.library(*_source(None))
-    return None if isinstance(found, str) else Scores(found)
+    library = build.library(*_source(None))
+    return None if isinstance(library, str) else Scores(library)

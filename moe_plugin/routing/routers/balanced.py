@@ -101,8 +101,8 @@ class ExpertChoiceRouter(Router):
                               stable=True).indices
         place_T1 = torch.arange(real_T.shape[0], device=real_T.device)[:, None]
         rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(order_TE))
-        each = (real_T.sum() * call.k + self.num_experts - 1) // self.num_experts
-        taken_TE = (rank_TE < each) & real_T[:, None]
+        tokens_per_expert = (real_T.sum() * call.k + self.num_experts - 1) // self.num_experts
+        taken_TE = (rank_TE < tokens_per_expert) & real_T[:, None]
         # Probabilities are not negative, so -1 sorts experts that did not choose the token last.
         picked_TE = probs_TE.masked_fill(~taken_TE, -1.0)
         value_TE, ids_TE = torch.sort(picked_TE, dim=1, descending=True, stable=True)

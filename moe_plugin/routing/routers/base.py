@@ -336,8 +336,8 @@ class Router(BuffersKeepDtype, RouterModule):
             and not transformed()
 
     def _count_step(self, call: RoutingCall) -> Tensor:
-        mine_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
-        all_E = self.batch_comm.all_reduce(mine_E)
+        rank_load_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
+        total_load_E = self.batch_comm.all_reduce(rank_load_E)
         if self.training and inside_backward():
             raise RuntimeError(
                 f"The loss global_batch of {type(self).__name__} cannot be recomputed, because the "
@@ -345,8 +345,8 @@ class Router(BuffersKeepDtype, RouterModule):
                 "and with torch.compile call it inside the compiled function: "
                 "torch.compile(lambda x: checkpoint(block, x)).")
         if not counts(self.training):
-            return all_E
-        self.step_load_E.add_(all_E)
+            return total_load_E
+        self.step_load_E.add_(total_load_E)
         return self.step_load_E.clone()  # a copy, because the next pass adds to the buffer
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
@@ -376,11 +376,11 @@ class Router(BuffersKeepDtype, RouterModule):
         noise.
         """
         noisy = call.noise or call.deviation_TE is not None
-        found = {}
+        values = {}
         for name, loss in self.losses.items():
             if noisy or name not in self.only_noisy:
-                found[name] = loss(call)
-        return found
+                values[name] = loss(call)
+        return values
 
     @property
     def frozen(self) -> bool:

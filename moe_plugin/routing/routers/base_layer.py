@@ -111,9 +111,9 @@ def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
         best_M2 = top_k_stable(net_ME, 2)
         first_M, second_M = net_ME.gather(1, best_M2).unbind(1)
         offer_M = price_E[best_M2[:, 0]] + (first_M - second_M) + EPSILON
-        mine_M = free_N[rows_M]
-        wish_N = owner_N.index_copy(0, rows_M, torch.where(mine_M, best_M2[:, 0], owner_N[rows_M]))
-        bid_N = bid_N.index_copy(0, rows_M, torch.where(mine_M, offer_M, bid_N[rows_M]))
+        bids_M = free_N[rows_M]
+        wish_N = owner_N.index_copy(0, rows_M, torch.where(bids_M, best_M2[:, 0], owner_N[rows_M]))
+        bid_N = bid_N.index_copy(0, rows_M, torch.where(bids_M, offer_M, bid_N[rows_M]))
         owner_N, price_E = accept(wish_N, bid_N, price_E, each)
     return owner_N
 
@@ -124,8 +124,8 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
     """
     # Two stable sorts order the tokens by expert, and within an expert by falling bid.
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
-    sorted_N, place_N = torch.sort(wish_N[by_bid_N], stable=True)
-    order_N = by_bid_N[place_N]
+    sorted_N, by_expert_N = torch.sort(wish_N[by_bid_N], stable=True)
+    order_N = by_bid_N[by_expert_N]
     start_E = torch.searchsorted(sorted_N, torch.arange(price_E.numel() + 1,
                                                         device=sorted_N.device))
     rank_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - start_E[sorted_N]

@@ -180,9 +180,9 @@ class TopologyQuotaRouter(Router):
         kept = []
         for j in range(chosen_TK.shape[1]):
             near_T1 = top_k_stable(scores_TE.masked_fill(~free_TE, -1.0), 1)
-            found_T1 = free_TE.gather(1, near_T1)
+            is_free_T1 = free_TE.gather(1, near_T1)
             over_T1 = over_TK[:, j : j + 1]
             kept.append(
-                torch.where(over_T1, torch.where(found_T1, near_T1, -1), chosen_TK[:, j:j + 1]))
+                torch.where(over_T1, torch.where(is_free_T1, near_T1, -1), chosen_TK[:, j:j + 1]))
             free_TE = free_TE.scatter(1, near_T1, free_TE.gather(1, near_T1) & ~over_T1)
         return torch.cat(kept, 1)

@@ -121,16 +121,16 @@ def _by_prototype(call: RoutingCall) -> Tensor:
 def _part(call: RoutingCall, index: int) -> RoutingCall:
     """Return one prototype as the call of a router with E/k experts, for losses."""
     k, width = call.k, call.experts // call.k
-    here = slice(index * width, (index + 1) * width)
+    columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed
     part = RoutingCall(
-        call.logits_TE[:, here], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
+        call.logits_TE[:, columns], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
         info=call.info, score=SOFTMAX, noise=call.noise, comm=call.comm, leaves_none=True,
-        clean_TE=None if call.clean_TE is None else call.clean_TE[:, here],
-        penalty_E=None if penalty_E is None else penalty_E[here] / penalty_E[here].mean(),
-        step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)),
+        clean_TE=None if call.clean_TE is None else call.clean_TE[:, columns],
+        penalty_E=None if penalty_E is None else penalty_E[columns] / penalty_E[columns].mean(),
+        step_load_E=None if load_E is None else F.pad(load_E[columns], (0, 1)),
         # All parts get the same z, because only their mean is used.
-        routed=replace(routed, importance_E=routed.importance_E[here] * k,
+        routed=replace(routed, importance_E=routed.importance_E[columns] * k,
                        z=None if routed.z is None else routed.z / k))
-    part._count, part._load_KE = call._count, call.own_load_KE[index:index + 1, here]
+    part._count, part._load_KE = call._count, call.own_load_KE[index:index + 1, columns]
     return part

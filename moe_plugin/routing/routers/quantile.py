@@ -93,9 +93,9 @@ def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> T
     over_TE = over_TE.masked_fill(~real_T[:, None], float("-inf"))
     # The number of real tokens stays on the device, so that the host does not wait for it.
     real = real_T.sum()
-    place_1E = (real * k // experts).clamp(max=tokens - 1).expand(1, experts)
-    found_1E = torch.sort(over_TE, dim=0, descending=True).values.gather(0, place_1E)
+    rank_1E = (real * k // experts).clamp(max=tokens - 1).expand(1, experts)
+    quantile_1E = torch.sort(over_TE, dim=0, descending=True).values.gather(0, rank_1E)
     # A single NaN would never leave the biases.
     finite = (biased_TE.isfinite() | ~real_T[:, None]).all()
     counts = (real > 0) & finite
-    return torch.cat([torch.where(counts, found_1E[0], 0.0).float(), counts.float()[None]])
+    return torch.cat([torch.where(counts, quantile_1E[0], 0.0).float(), counts.float()[None]])

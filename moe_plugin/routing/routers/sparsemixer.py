@@ -48,16 +48,16 @@ class SparseMixerRouter(Router):
         """Return the weights described in the class; see `Router.weigh`."""
         left_TE, weights = call.logits_TE, list[Tensor]()
         lowered_TK = self._lowered(ids_TK) if self.training else None
-        for step, one_T1 in enumerate(ids_TK.split(1, 1)):
+        for step, chosen_T1 in enumerate(ids_TK.split(1, 1)):
             near_TE = self._near(call.logits_TE, left_TE)
-            weight_T1 = near_TE.softmax(1).gather(1, one_T1)
+            weight_T1 = near_TE.softmax(1).gather(1, chosen_T1)
             if lowered_TK is not None:
                 best_T1 = near_TE.argmax(1, keepdim=True)
-                lower_T1 = lowered_TK[:, step:step + 1] & (best_T1 != one_T1)
+                lower_T1 = lowered_TK[:, step:step + 1] & (best_T1 != chosen_T1)
                 # Subtracting a detached part lowers the value and leaves the gradient as it is.
                 weight_T1 = weight_T1 - weight_T1.detach() * lower_T1 * (1 - _HALFWAY)
             weights.append(weight_T1)
-            left_TE = left_TE.scatter(1, one_T1, float("-inf"))
+            left_TE = left_TE.scatter(1, chosen_T1, float("-inf"))
         return torch.cat(weights, 1)
 
     def _near(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
