@@ -59,7 +59,7 @@ score_functions: Registry[type[ScoreFunction]] = Registry("score function", base
 
 @score_functions.register("softmax")
 class Softmax(ScoreFunction):
-    """The softmax: exp(logit) divided by the sum of exp(logit) over all experts."""
+    """exp(logit) divided by the sum of exp(logit) over all experts."""
 
     kernels = frozenset({"torch", "triton"})
     is_softmax = True

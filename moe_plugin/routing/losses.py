@@ -26,7 +26,7 @@ losses: Registry[LossFn] = Registry("loss")
 
 @losses.register("gshard")
 def gshard(x: RoutingCall) -> Tensor:
-    """GShard loss: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
+    """Balance of first choices, as in GShard: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
 
     Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1,
     the minimum over routers with scores that follow their load. Source: GShard (Lepikhin et al.,
@@ -38,7 +38,7 @@ def gshard(x: RoutingCall) -> Tensor:
 
 @losses.register("switch")
 def switch(x: RoutingCall) -> Tensor:
-    """Switch loss over all choices: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
+    """Balance of all choices, as in Switch: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
 
     With k choices per token the factor is E / (k S^2). The loss equals `gshard` for k = 1, and a
     uniform router gives exactly 1. Source: Switch Transformer (Fedus et al., 2021), equation 4,
@@ -85,7 +85,7 @@ def sequence(x: RoutingCall) -> Tensor:
 
 @losses.register("global_batch")
 def global_batch(x: RoutingCall) -> Tensor:
-    """`switch` loss with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
+    """Loss `switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
 
     The scores p and their number S belong to this call. N_e counts the choices of all data-parallel
     ranks and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`),
@@ -101,7 +101,7 @@ def global_batch(x: RoutingCall) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: RoutingCall) -> Tensor:
-    """`switch` loss with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
+    """Loss `switch` with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
 
     The penalties are q_ie = blend * Norm(1 / c_ie) + (1 - blend), where c_ie is the topology-aware
     share of expert e (`links.target_shares`), and Norm scales the mean to 1. Experts behind slow
@@ -114,7 +114,8 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 @losses.register("sam_alignment")
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """Alignment loss: mean_s sum_{e outside the chosen group} max(0, p(s,e) - p(s, k-th choice)).
+    """Alignment of the k choices with their group: mean_s sum_{e outside the chosen group} max(0,
+    p(s,e) - p(s, k-th choice)).
 
     The loss is 0 exactly if the k-th choice is at least as likely as every expert outside the
     group. For routers without groups it is always 0. Source: HetuMoE (Nie et al., 2022), gate SAM.
