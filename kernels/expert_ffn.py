@@ -4,7 +4,7 @@ strategies.
 A strategy is a differentiable function `(x, rows, parameters) -> y` with y in x's shape and dtype.
 With a `RowCounts`, x contains rows [R, D], expert after expert. With a `RowPlan`, x contains tokens
 [T, D], and y is the weighted sum of each token's rows. Strategies that gather and combine inside
-their kernels save the copies. Experts without rows get zero gradients, not missing gradients.
+their kernels avoid these copies. Experts without rows get zero gradients, not missing gradients.
 
 `cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
 """

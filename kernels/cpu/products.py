@@ -59,7 +59,7 @@ _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 
 class Products(Protocol):
-    """Several products: a b (+ base) into out.
+    """A function that computes several products, a b (+ base), and writes them into out.
 
     Each product has a_NI [N, I], b_IO [I, O], out_NO [N, O], and as base [N, O], which may be
     out_NO itself, [O] or None. All tensors have one dtype. Alternatively all tensors have a leading

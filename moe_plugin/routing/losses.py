@@ -114,8 +114,7 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 @losses.register("sam_alignment")
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """Alignment of the k choices with their group: mean_s sum_{e outside the chosen group} max(0,
-    p(s,e) - p(s, k-th choice)).
+    """Group alignment: mean_s sum_{e outside the group} max(0, p(s,e) - p(s, k-th choice)).
 
     The loss is 0 exactly if the k-th choice is at least as likely as every expert outside the
     group. For routers without groups it is always 0. Source: HetuMoE (Nie et al., 2022), gate SAM.
@@ -151,9 +150,9 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
     """Tutel's `load_importance_loss`, for models that were trained with it.
 
     This loss differs from `load_importance` in two points. It uses importance_e = sum_s q(s,e), the
-    scores without noise. And thr_s is the noisy logit of the k-th choice of token s, not its score:
-    a score, which is at most 1, is compared with a logit, so that tokens with large logits count as
-    load of no expert. Source: Tutel, `impls/losses.py` and `impls/moe_layer.py`.
+    scores without noise. In addition, thr_s is the noisy logit of the k-th choice of token s, not
+    its score: a score, which is at most 1, is compared with a logit, so that tokens with large
+    logits count as load of no expert. Source: Tutel, `impls/losses.py` and `impls/moe_layer.py`.
     """
     threshold_T1 = x.logits_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)

@@ -136,8 +136,8 @@ class NextBlockRouting:
 
     Attributes:
         layer: the layer with the `route` that this object replaces.
-        following: the next block. Its `router` is the pre-gate, or predicts. None for the last
-            block.
+        following: the next block. The `router` of this block is the pre-gate or predicts the
+            routing. None for the last block.
         inbox: mailbox with decisions of the block before. None if the layer's own gate decides.
         outbox: mailbox for decisions for the next block. None if this block decides for no other
             block.
