@@ -131,7 +131,7 @@ def test_own_parts_and_transforms_are_refused() -> None:
     with pytest.raises(ValueError, match="False where you bring the experts yourself"):
         MoELayer(config, experts=lambda index: torch.nn.Linear(8, 8))
     layer = MoELayer(config)
-    with pytest.raises(ValueError, match="does not fit torch.func"):
+    with pytest.raises(ValueError, match="cannot be used with torch.func"):
         torch.func.grad(lambda x: layer(x).output.sum())(torch.randn(3, 8))
 
 

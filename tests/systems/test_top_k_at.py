@@ -85,7 +85,7 @@ def test_parts_of_a_run_and_a_saved_state() -> None:
     # and into layers without a schedule, and from them
     layer(4).load_state_dict(saved)
     layer(4, {2: 1}).load_state_dict(layer(4).state_dict())
-    with pytest.raises(ValueError, match="by parts of a run, whose number.*TrainingSteps"):
+    with pytest.raises(ValueError, match="fractions of the run, but.*TrainingSteps"):
         finish_step(layer(4, {0.5: 1}))
 
 

@@ -20,7 +20,7 @@ def test_the_log_is_that_of_keeping(corpus: Corpus, tmp_path: Path) -> None:
     def train(flags: str) -> list[dict]:
         done = run("fairseq-train", f"{corpus.lm} {KEEP} {flags} --save-dir {tmp_path}",
                    ranks=2).ok()
-        assert ("pre-gates choose the experts" in done.log) == ("--moe-pre-gate" in flags)
+        assert ("Pre-gates choose the experts" in done.log) == ("--moe-pre-gate" in flags)
         return [{name: step[name] for name in ("loss", "inner_loss", "moe_gate_loss", "gnorm")}
                 for step in done.steps]
 

@@ -53,7 +53,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         "num_experts beside a layer that is built: give it to the layer"),
     "a group beside a layer": (lambda: MoEBlock(MoELayer(4, num_experts=2), LocalComm()),
                                "comm beside a layer that is built"),
-    "no step to end": (lambda: finish_step(dense()), "Sequential has no MoE layer whose step ends"),
+    "no step to end": (lambda: finish_step(dense()), "found no MoE layer in Sequential"),
     "parameters that were read before": (
         read_before, "got none.*a new model.parameters.. each time"),
     "a model for its parameters": (lambda: clip_grad_norm_(dense(), 1.0),

@@ -111,10 +111,10 @@ def test_tokens_without_a_choice_take_the_routers() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     model, tokens = model_of("Mixtral"), torch.arange(5)[None]
-    with pytest.raises(ValueError, match="a pass of 5 tokens"), replay_rollouts(
+    with pytest.raises(ValueError, match="A layer processes 5 tokens"), replay_rollouts(
             model, other_choices(6)):
         model(tokens)
-    with pytest.raises(ValueError, match="have 2 layers, the model here has 0"), replay_rollouts(
+    with pytest.raises(ValueError, match="have 2 layers, but this model has 0"), replay_rollouts(
             torch.nn.Linear(2, 2), other_choices(6)):
         pass
     with pytest.raises(ValueError, match="had no pass that could replay"), replay_rollouts(
