@@ -103,7 +103,7 @@ def test_wrong_values_of_a_run_are_named(tree: dict, words: list[str]) -> None:
 
 @pytest.mark.parametrize("text,words", [
     ("a: [1, 2", ["is not YAML"]),
-    ("- 1\n- 2", ["holds a list"]),
+    ("- 1\n- 2", ["contains a list"]),
     ("\x00\x01", ["is not YAML"]),
     ("num_expert: 3", ["num_expert", "known"]),
     ("1: 2\nfoo: 3", ["unknown key '1'"]),
