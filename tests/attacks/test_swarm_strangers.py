@@ -149,7 +149,7 @@ def test_bounds_and_warnings(caplog: pytest.LogCaptureFixture) -> None:
     Swarm(1, secret="s", host="0.0.0.0").close()
     assert not caplog.records
     Swarm(1, host="0.0.0.0").close()
-    assert said(caplog, "whoever reaches 0.0.0.0 can take part")
+    assert said(caplog, "anyone who can reach 0.0.0.0 can join")
     with pytest.raises(ValueError, match="must have at most 10"):
         made = MessageServer("127.0.0.1", 0, lambda message: {})
         try:

@@ -110,7 +110,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_where_it_stoppe
     assert f"Training resumes from the older checkpoint {folder}/iter_0000004" in log
     assert f"goes on from iteration 4, of {folder}" in log
     [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {folder}; "
-                                 "the same command goes on$", log, re.M)
+                                 "the same command resumes the run$", log, re.M)
     assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
     assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
 
