@@ -113,7 +113,7 @@ class Comm(RankGroup):
         receive_first: whether point-to-point messages, with all receives posted first, are the
             fastest linear all-to-all on this backend.
         threaded: whether exchanges may run in another thread (on views created by `with_tag`).
-        key: key by which torch operations find the group (`comm.graph_ops`). None without such a
+        key: key by which torch operations find the group (`comm.graph_ops`); None without such a
             key.
         tag: number that separates exchanges running at the same time, see `with_tag`.
         collectives: implementation that gathers and sums data, see `with_collectives`.
@@ -276,8 +276,8 @@ class Comm(RankGroup):
         """A group of the same ranks for numbers in host memory, in which hosts do not wait for
         devices.
 
-        This group itself if it accepts CPU tensors. Otherwise a separate group, whose creation at
-        the first use is collective.
+        The result is this group if it accepts CPU tensors. Otherwise the result is a separate
+        group, whose creation at the first use is collective.
         """
         return self
 

@@ -26,7 +26,7 @@ class Handle:
 
     Attributes:
         finish: function that waits for the rows.
-        result: the rows, once `finish` has returned. None before.
+        result: the rows, once `finish` has returned; None before.
     """
 
     finish: Callable[[], Tensor]
@@ -68,7 +68,7 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 
 
 class Series:
-    """A sequence of exchanges of rows, e.g. for the pieces of one call's rows.
+    """A sequence of exchanges of rows, such as those of the pieces of one call.
 
     All ranks put in the exchanges in the order of their numbers, from 0. On gloo a `direct`
     exchange needs no thread: at the first `put` the receives of all exchanges are posted, before

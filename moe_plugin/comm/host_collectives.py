@@ -30,7 +30,7 @@ def named(what: str, group: Any = None) -> Iterator[None]:
     collective.
 
     Args:
-        what: the collective and its purpose, e.g. "all_reduce of the gradient norm".
+        what: the collective and its purpose, such as "all_reduce of the gradient norm".
         group: optional. The process group. Defaults to the default group.
     """
     try:

@@ -17,25 +17,25 @@ class HostContext:
     """Information about a layer that only its host has. A layer is created with a `HostContext`.
 
     Attributes:
-        layer_number: number of this MoE layer in its model, from 0. None if unknown.
+        layer_number: number of this MoE layer in its model, from 0; None if unknown.
         numbered_later: whether the host sets the layer number after creating the layer
             (`moe_plugin.experts.base.Experts.use_layer`).
         loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
-            computed. None if balance losses use only this rank's tokens.
+            computed; None if balance losses use only this rank's tokens.
         batch_comm: all data-parallel ranks, whose tokens form the batch of a step. If None, the
             ranks that hold the experts are used. Routers with load-dependent biases
             (`sigmoid_bias`, `quantile`) then use the ranks whose gradients
             `moe_plugin.training.gradients.sync` averages.
         split_loss_comm: `loss_comm` for a layer that splits tokens which several ranks share
-            (`parallel.schedule: s1`). None if splitting does not change the ranks.
-        split_batch_comm: `batch_comm` for a layer that splits tokens which several ranks share.
+            (`parallel.schedule: s1`); None if splitting does not change the ranks.
+        split_batch_comm: `batch_comm` for a layer that splits tokens which several ranks share;
             None if splitting does not change the ranks.
         adds_to_main_grad: whether the host stores weight gradients in `parameter.main_grad` and
             accepts gradients that backward adds there (`moe_plugin.kernels.weight_grads`).
         own_capacity: if true, each rank computes its capacity from its own number of tokens, as it
             would alone. If false, the capacity is computed from the largest number of tokens on any
             rank that holds the experts.
-        tokens: number of tokens per call on this rank, the same on all ranks. None if not known.
+        tokens: number of tokens per call on this rank, the same on all ranks; None if not known.
         training: whether the layer may be trained. If false, warnings that only concern training
             are omitted.
         agreed: further values, by name, that must be equal on all ranks of the layer, such as

@@ -48,7 +48,7 @@ class Resharding:
 
         Args:
             x: tensor with the shape of this rank's box in the source layout; must not change until
-                the move ends. None if the rank stores nothing in the source layout.
+                the move ends; None if the rank stores nothing in the source layout.
             dtype: dtype of the tensor.
         Raises:
             ValueError: `x` has a different shape or dtype.

@@ -2,7 +2,7 @@
 
 The all-to-all algorithms run unchanged, including autograd (on CPU a thread's `backward()` runs in
 that thread). Messages and bytes are counted, so that tests can compare algorithms with their
-formulas. If the group has a clock, messages are charged simulated time. If one rank fails, all
+formulas. If the group has a clock, messages advance the simulated time. If one rank fails, all
 other ranks end.
 """
 

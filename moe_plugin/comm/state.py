@@ -106,14 +106,14 @@ class GroupState:
     All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
 
     Attributes:
-        topology: which ranks share a node. None until `Comm.prepare` is called. Hierarchical
+        topology: which ranks share a node; None until `Comm.prepare` is called. Hierarchical
             exchanges, routers that prefer near experts, and cost models depend on the topology.
-        watchdog: sends heartbeats, so that an error can name the missing ranks. None if no watchdog
+        watchdog: sends heartbeats, so that an error can name the missing ranks; None if no watchdog
             was requested.
         worker: thread that runs exchanges in the background, created for the first exchange.
         stream: CUDA stream that runs exchanges in the background.
         timeout_watch: watches NCCL's collectives if the process group's timeout is longer than the
-            layer's timeout. None if not needed.
+            layer's timeout; None if not needed.
         connected: whether all ranks have met in a collective since the group was prepared (NCCL).
         started: descriptions of the last collectives, if collectives may fail after they have
             returned.
@@ -121,7 +121,7 @@ class GroupState:
             order.
         abandoned: objects that a backend may still use for messages that are no longer waited for,
             because of an error: time until which they are kept, and the objects, by a number.
-        hosts: see `Comm.hosts`. None if it is unused so far, or the group itself serves this
+        hosts: see `Comm.hosts`; None if it is unused so far, or the group itself serves this
             purpose.
         subgroups: subgroups that contain this rank, by their ranks. Creating a subgroup is
             collective and costs connections.

@@ -43,8 +43,8 @@ class TorchComm(Comm):
     Args:
         group: optional. The process group. Defaults to the default group.
         timeout_s: seconds that a collective or a point-to-point exchange may take, even if the
-            group's own timeout is longer. Also the timeout of groups created by `subgroup`. On NCCL
-            a thread watches groups with a longer timeout, see `comm.watchdog`. A failure after the
+            group's own timeout is longer. Groups created by `subgroup` have the same timeout. On
+            NCCL a thread watches groups with a longer timeout, see `comm.watchdog`. A failure after the
             call returns is raised by a later collective, whose error lists earlier collectives. If
             NCCL's own watchdog ends the process, the log of NCCL names the collective.
     Raises:
@@ -124,8 +124,7 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. True on gloo if all nodes have the same number of ranks, above
-        one.
+        """See `RankGroup.by_nodes`. True on gloo if there are several equal nodes of several ranks.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps

@@ -177,8 +177,8 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 @dataclass
 class Trees:
-    """Schedules of one group, and the rounds for the sizes used so far. Exists as long as the
-    group.
+    """Schedules of one group, and the rounds for the sizes used so far. Stored in the group's
+    state.
 
     Attributes:
         gather: schedule of an all-gather.

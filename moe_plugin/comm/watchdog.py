@@ -78,7 +78,7 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """End all waits of other ranks for this rank. The groups of this process cannot be used
+    """Make all other ranks stop waiting for this rank. The groups of this process cannot be used
     afterwards.
 
     A job of one process is not affected. On NCCL, ranks that wait in a kernel notice the abort when

@@ -49,11 +49,11 @@ class FlagSpec:
 
     Attributes:
         flag: command-line name, such as `--moe-top-k`.
-        path: dotted path of the setting. Empty for flags about the settings file.
+        path: dotted path of the setting; empty for flags about the settings file.
         kind: type of the setting's value.
         help: help text, including the default value.
         choices: allowed values; empty if the values are not a fixed set.
-        entry: form of one entry of a mapping, such as name=weight. Empty for other types.
+        entry: form of one entry of a mapping, such as name=weight; empty for other types.
         optional: whether the setting may be None, written as `none` on the command line.
     """
 
@@ -67,7 +67,7 @@ class FlagSpec:
 
     @property
     def dest(self) -> str:
-        """Attribute name of the flag in a parsed namespace, e.g. `moe_top_k`."""
+        """Attribute name of the flag in a parsed namespace, such as `moe_top_k`."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -266,7 +266,7 @@ def config_from_flags(values: Mapping[str, Any],
 
     Args:
         values: parsed flags by `dest`. A flag that is absent or None was not given.
-        base: optional. Settings that the host knows, e.g. `{"model_dim": 512}`.
+        base: optional. Settings that the host knows, such as `{"model_dim": 512}`.
     Raises:
         ValueError: for an invalid setting. The message contains the flag or path, the value, the
             bound and the remedy.

@@ -78,7 +78,7 @@ class SettingsSection:
 
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
-        SHORTHAND: name of the setting that a plain string in place of the section sets. Empty if
+        SHORTHAND: name of the setting that a plain string in place of the section sets; empty if
             the section has no short form.
     """
 
@@ -104,8 +104,8 @@ class SettingsSection:
         silently.
 
         Args:
-            ok: whether something reads the settings. Nothing is checked if true.
-            where: when the settings are not read, e.g. "where guard.votes=0".
+            ok: whether something reads the settings; if so, nothing is checked.
+            where: when the settings are not read, such as "where guard.votes=0".
             remedy: what the user can do to make the settings effective.
             names: names of the settings. Defaults to all settings of the section.
         """

@@ -352,7 +352,7 @@ def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
 
 
 def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
-    """Return a new tree with values replaced by dotted path, e.g. `{"router.top_k": 1}`.
+    """Return a new tree with values replaced by dotted path, such as `{"router.top_k": 1}`.
 
     The new tree shares all sections without replaced values.
     """

@@ -40,7 +40,7 @@ class Run(RunFeature):
 
     Attributes:
         number: number of the current or last step, from 1.
-        left_out: reason why the step changes no parameter. None if the step is not skipped.
+        left_out: reason why the step changes no parameter; None if the step is not skipped.
     """
 
     after_passes = _of_each("after_passes")

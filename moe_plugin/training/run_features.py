@@ -45,7 +45,7 @@ class HostSeams:
         world: all ranks of the models.
         data: data-parallel ranks. Defaults to `world`.
         layers: the MoE layers, by their names in records, see `observe.features.listen`.
-        records: ranks whose statistics belong together. None if this rank has no layers.
+        records: ranks whose statistics belong together; None if this rank has no layers.
         rank: rank of this process, for timelines and traces. Defaults to the rank in `records`.
         has_log: see `LayerRecords`.
         training: optional. Function that also receives the statistics of training passes.
@@ -53,13 +53,13 @@ class HostSeams:
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
         skips_steps: whether the host's loss scaler skips steps that are not finite.
-        streamed: trainer of weights that stream, which ends a step block by block. None if the
+        streamed: trainer of weights that stream, which ends a step block by block; None if the
             weights are on the device.
-        replicas: this run's place among several replicas. None if there is only one run.
-        resize: creates the feature for `resize` settings. None if the host does not support it.
-        activations: creates the feature for `offload.activations`. None if the host does not
+        replicas: this run's place among several replicas; None if there is only one run.
+        resize: creates the feature for `resize` settings; None if the host does not support it.
+        activations: creates the feature for `offload.activations`; None if the host does not
             support it.
-        votes: creates the feature for `guard.votes`. None if the host does not support it.
+        votes: creates the feature for `guard.votes`; None if the host does not support it.
         more: features of a single run. They are called before the check for finite steps
             (`FiniteSteps`), so that they may change gradients.
     """
@@ -89,7 +89,7 @@ class FeatureRow(NamedTuple):
     """One entry in the list of features.
 
     Attributes:
-        setting: setting, or section of settings, that enables the feature. Empty if every run has
+        setting: setting, or section of settings, that enables the feature; empty if every run has
             the feature.
         kinds: classes of the feature.
         make: creates the feature from settings and host information. Returns None if the feature is

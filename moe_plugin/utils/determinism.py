@@ -37,8 +37,7 @@ def check(wanted: bool) -> None:
     if wanted and not strict:
         raise ValueError(
             "deterministic=True requires torch.use_deterministic_algorithms(True) without "
-            "warn_only, which is not set; call moe_plugin.utils.determinism.enable() before "
-            "building the layer")
+            "warn_only. Call moe_plugin.utils.determinism.enable() before building the layer")
 
 
 def seed_of(*numbers: int) -> int:

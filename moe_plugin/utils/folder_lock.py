@@ -41,13 +41,13 @@ class Holder:
 
     Attributes:
         host: name of the machine.
-        machine: identifier of the machine's boot and process table, see `_machine`. Empty if not
+        machine: identifier of the machine's boot and process table, see `_machine`; empty if not
             known.
         process: process id.
         begun: start time of the process in ticks after the boot. A reused process id has a
             different start time.
         since: time at which the lock was acquired, in UTC.
-        job: number of the launcher's job. Empty without a job.
+        job: number of the launcher's job; empty without a job.
         token: random name of the lock.
     """
 
@@ -240,7 +240,7 @@ class _Seen:
     Attributes:
         text: text of the file.
         modified: time of the last update.
-        holder: the run in the file. None if the file is incomplete.
+        holder: the run in the file; None if the file is incomplete.
     """
 
     text: str

@@ -229,7 +229,7 @@ def fresh_cache() -> Path:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent ends for any reason.
 
-    The kernel acts when the parent's thread that started this process ends.
+    The kernel sends the signal when the thread that started this process ends.
 
     Args:
         parent: process id of the parent.

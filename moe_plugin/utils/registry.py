@@ -113,7 +113,7 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def forget(self, name: str) -> None:
-        """Unregister `name`, e.g. to register a changed version in a notebook."""
+        """Unregister `name`, for example to register a changed version in a notebook."""
         del self._entries[self.entry(name).name]
 
     @contextmanager

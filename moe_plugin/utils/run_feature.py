@@ -34,10 +34,10 @@ class StepInput:
 
     Attributes:
         number: number of the step, from 1.
-        batch: returns this rank's first micro-batch, in a form that can be pickled. None if the
+        batch: returns this rank's first micro-batch, in a form that can be pickled; None if the
             host does not provide batches.
         loss_of: computes the loss of such a batch with the model's forward pass.
-        total: number of steps in the whole run. None if not known.
+        total: number of steps in the whole run; None if not known.
     """
 
     number: int
@@ -76,10 +76,10 @@ class StepFacts:
         made: whether the step counts. The number of a step that does not count is used again.
         skipped: whether no parameter changed, because a number was not finite.
         tokens: number of tokens of all ranks. None or 0 if the host does not report it.
-        left: number of steps after this step. None if not known.
-        loss: mean loss per token, in nats. None if the host does not report it.
-        dropped: fraction of the step's choices that found no slot. None if not known.
-        logged: the host's log line for this step, a `StepRecord`. None if there is no line for this
+        left: number of steps after this step; None if not known.
+        loss: mean loss per token, in nats; None if the host does not report it.
+        dropped: fraction of the step's choices that found no slot; None if not known.
+        logged: the host's log line for this step, a `StepRecord`; None if there is no line for this
             step.
     """
 
@@ -146,7 +146,7 @@ class RunFeature:
 
         Args:
             number: number of completed steps.
-            dropped: fraction of the validation's choices that found no slot. None if not known.
+            dropped: fraction of the validation's choices that found no slot; None if not known.
         """
 
     def numbers(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ Each member is confident on its own samples, and predicts a uniform distribution
 samples.
 
 Legend: N samples, M members (models, heads or experts), C classes, G groups of samples. Source:
-CMCL (Lee et al. 2017).
+CMCL (Lee and others, 2017).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class FusedPart:
     """A part of apex.
 
     Attributes:
-        value: the class or function. None if it cannot be used.
+        value: the class or function; None if it cannot be used.
         reason: why it can or cannot be used.
     """
 

@@ -251,7 +251,7 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
     Args:
         part: this rank's part of the tensor.
-        place: name and placement of an expert's parameter. None for other parameters.
+        place: name and placement of an expert's parameter; None for other parameters.
         compute: function of the whole matrices that preserves shapes.
     """
     if is_sharded(part):

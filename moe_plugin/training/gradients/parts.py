@@ -34,7 +34,7 @@ class Part:
         local: the tensor that the optimizer updates; `parameter` itself if this rank updates all of
             it.
         shape: shape in which the whole parameter was cut along its first axis.
-        comm: the ranks that update the other parts. None if there are no other parts.
+        comm: the ranks that update the other parts; None if there are no other parts.
         stays: whether no other rank stores this part, in which case `parameter` is a DTensor.
     """
 
@@ -102,7 +102,7 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts. None if no other rank does.
+        replicas: the ranks that store the same experts; None if no other rank does.
     """
     found = []
     for parameter in parameters:

@@ -39,7 +39,7 @@ class OuterNesterov:
 
     Let theta be the weights after the last average, theta_i the current weights of peer i, and b a
     momentum that starts at 0. Then Delta = mean_i(theta - theta_i); b <- mu b + Delta; theta <-
-    theta - lr (Delta + mu b). Source: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1,
+    theta - lr (Delta + mu b). Source: Douillard and others, DiLoCo (arXiv 2311.08105), algorithm 1,
     with its values as defaults.
 
     Attributes:

@@ -283,7 +283,7 @@ class ReplicaSteps(RunFeature):
     """Averages a run's gradients over the active replicas.
 
     Attributes:
-        replica: the connection to the other replicas. None before the first step.
+        replica: the connection to the other replicas; None before the first step.
         lost: whether the last step was lost.
     """
 

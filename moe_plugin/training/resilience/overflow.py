@@ -39,7 +39,7 @@ class FiniteSteps(RunFeature):
         """Check the gradients. Collective.
 
         Raises:
-            SkipStep: the loss or a gradient is not finite. Raised on all ranks.
+            SkipStep: the loss or a gradient is not finite; raised on all ranks.
             FloatingPointError: `MAX_SKIPPED_STEPS` consecutive steps were skipped.
         """
         if gradients.finite():
@@ -163,7 +163,7 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
         world: optional. All ranks that train the model, including replicas. Defaults to the default
             group.
     Raises:
-        RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error. Raised on all ranks.
+        RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all ranks.
     """
     world = default_comm() if world is None else world
     rows = RowsFit([model], world, check=RowsCheck.of(model, world))
@@ -251,7 +251,7 @@ class RowsFit(RunFeature):
 
         Raises:
             StepRepeat: rows did not fit. The bound has been raised on all ranks.
-            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error. Raised on all
+            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all
                 ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed

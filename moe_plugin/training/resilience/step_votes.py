@@ -85,7 +85,7 @@ class FileBatch:
     """A micro-batch of this rank in a step with votes.
 
     Attributes:
-        batch: the batch from the host. None if it only fills up a short step.
+        batch: the batch from the host; None if it only fills up a short step.
         begins: whether it is the first micro-batch of its file.
         counts: whether it counts in the log, which is true on the first of the file's workers.
     """
@@ -203,7 +203,7 @@ class StepVotes(RunFeature):
     def rows_overflowed(self) -> bool:
         """Return whether rows did not fit, by vote (see `Ballots.rows_needed`). Collective.
 
-        Called after `finish`, or at the end of an evaluation.
+        The method is called after `finish`, or at the end of an evaluation.
         """
         if not self.running:
             return self._evaluation_overflowed()

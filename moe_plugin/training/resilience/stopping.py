@@ -32,7 +32,7 @@ class Stopping(RunFeature):
 
     Attributes:
         stopped: whether the user requested the end of the run.
-        saved: step of the newest complete checkpoint. None if there is no checkpoint.
+        saved: step of the newest complete checkpoint; None if there is no checkpoint.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Stopping(RunFeature):
 
         Args:
             step: returns the number of completed steps.
-            saved: step of the checkpoint in `folder` from which the run resumes. None if it does
+            saved: step of the checkpoint in `folder` from which the run resumes; None if it does
                 not resume.
-            folder: folder of checkpoints. None if nothing is saved.
-            how: command that resumes from the newest checkpoint in the folder, e.g. "the same
+            folder: folder of checkpoints; None if nothing is saved.
+            how: command that resumes from the newest checkpoint in the folder, such as "the same
                 command".
         """
         self._step, self.saved, self._folder, self._how = step, saved, folder or "", how

@@ -99,7 +99,7 @@ class TwinCheck(RunFeature):
         self.layers = layers_in(model)
         experts = self.layers[0].comm if self.layers else LocalComm()
         if every < 1:
-            raise ValueError(f"every={every} must be >= 1 step; to disable checks, create none")
+            raise ValueError(f"every={every} must be >= 1 step; omit the check to disable it")
         twins = replica_comm(experts, self.world)
         if twins is None:
             raise ValueError(
@@ -131,7 +131,7 @@ class TwinCheck(RunFeature):
             batch: this rank's micro-batch: tensors in any containers that can be pickled.
             loss_of: computes the loss of a batch with the model's forward pass.
         Raises:
-            WrongResultError: results differ. Raised on all ranks.
+            WrongResultError: results differ; raised on all ranks.
         """
         batch = self._shared(batch, (step // self.every) % self.twins.size)
         start = self.start([self.model])

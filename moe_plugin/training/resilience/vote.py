@@ -291,7 +291,7 @@ class VotedGradients:
         Returns:
             The verdict, the same on all ranks.
         Raises:
-            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error. Raised on all
+            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all
                 ranks.
         """
         def passes() -> Tensor:

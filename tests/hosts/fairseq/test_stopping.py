@@ -68,7 +68,8 @@ def test_two_ranks_that_are_stopped_say_once_what_was_kept(
     save, line, log = two_ranks
     [said] = [each for each in own_lines(log) if "INFO" not in each]
     found = re.fullmatch(
-        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; the same command resumes the run", said)
+        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; "
+        "the same command resumes the run", said)
     assert found and 10 <= int(found[2]) <= int(found[1])
     assert log.count("stopped at step") == 1
     assert "KeyboardInterrupt" not in log and "CommError" not in log

@@ -157,7 +157,7 @@ class SharedRounds:
 
         Args:
             about: identifier of the round.
-            result: result for the other trainers. None if the round is repeated.
+            result: result for the other trainers; None if the round is repeated.
             by: the trainers that drove micro-batches.
         """
         with self._changed:

@@ -87,7 +87,7 @@ class ServedStage:
     Args:
         module: module of the stage.
         optimizer: creates the optimizer of a list of parameters.
-        loss: loss function of the last stage. None for other stages.
+        loss: loss function of the last stage; None for other stages.
         seed: seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module's second argument is a micro-batch's target.
@@ -144,7 +144,7 @@ class ServedStage:
         Args:
             micro_batch: number of the micro-batch.
             x: input of the stage.
-            grad: gradient of the output. None in the last stage, which uses `target`.
+            grad: gradient of the output; None in the last stage, which uses `target`.
             target: target of the micro-batch.
         Returns:
             The gradient of `x` (None for integers), the sum of this stage's losses, and the

@@ -1,5 +1,5 @@
 """`Swarm`: trains a pipeline whose stages are computed by peers that differ in speed and may join
-or leave at any time (SWARM, Ryabinin et al. 2023).
+or leave at any time (SWARM, Ryabinin and others, 2023).
 
 Every micro-batch takes its own path: at each stage, the peer that is free first computes it
 (`planner.peer_choice.Wiring`). A task without an answer is sent to another peer. The trainer stores
