@@ -44,9 +44,9 @@ class TorchComm(Comm):
         group: optional. The process group. Defaults to the default group.
         timeout_s: seconds that a collective or a point-to-point exchange may take, even if the
             group's own timeout is longer. Groups created by `subgroup` have the same timeout. On
-            NCCL a thread watches groups with a longer timeout, see `comm.watchdog`. A failure after the
-            call returns is raised by a later collective, whose error lists earlier collectives. If
-            NCCL's own watchdog ends the process, the log of NCCL names the collective.
+            NCCL a thread watches groups with a longer timeout, see `comm.watchdog`. A failure after
+            the call returns is raised by a later collective, whose error lists earlier collectives.
+            If NCCL's own watchdog ends the process, the log of NCCL names the collective.
     Raises:
         ValueError: torch.distributed is not initialized.
     """

@@ -247,8 +247,9 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
         labels: see `confident_oracle_loss`.
         by_sequence: whether all tokens of a sequence have the same responsible members.
     Returns:
-        The loss, float32 [B * T], with the responsible members; and errors bool [B * T], false for
-            padding: "oracle" (no member is correct) and "top1" (the mean of the members is wrong).
+        The loss, float32 [B * T], with the responsible members. Also the errors bool [B * T], which
+            are false for padding, under the names "oracle" (no member is correct) and "top1" (the
+            mean of the members is wrong).
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)

@@ -80,8 +80,9 @@ def plain(gradient: Tensor) -> Tensor:
 
 
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call any other function. DTensors in a list are passed in a separate call, because torch does
-    not mix them with tensors.
+    """Call a function that needs no reduction over ranks.
+
+    DTensors in a list are passed in a separate call, because torch does not mix them with tensors.
     """
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     if not lists or "_foreach" not in getattr(function, "__name__", ""):

@@ -1,9 +1,9 @@
 """Averaging of gradients over ranks that store the same parameters, in buckets and during backward.
 
-A bucket is one all-reduce. It starts as soon as all its gradients are complete, while backward
-computes the gradients of earlier layers. Buckets start in the same order on all ranks. Averaging
-gradients that are already averaged changes nothing, so gradients may be reduced after every
-backward pass, or once after the last one.
+A bucket is one all-reduce. A bucket starts as soon as all its gradients are complete, while
+backward computes the gradients of earlier layers. Buckets start in the same order on all ranks.
+Averaging gradients that are already averaged changes nothing, so gradients may be reduced after
+every backward pass, or once after the last one.
 """
 
 from __future__ import annotations

@@ -138,18 +138,18 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     """Set every rank's gradients to those of the mean over ranks of the ranks' losses.
 
     Shared parameters are averaged over `world`. An expert's gradient is already the sum over the
-    ranks of its expert-parallel group. It is summed over `replicas` and divided once by the size of
-    `world`.
+    ranks of its expert-parallel group. The gradient is summed over `replicas` and divided once by
+    the size of `world`.
 
     Args:
         model: the model after backward. A parameter without a gradient must have none on all ranks.
         world: all data-parallel ranks.
         expert_group: optional. Group of the layers. With a group of one rank, experts are
             replicated like any parameter. Defaults to `world`.
-        replicas: optional. The ranks that store the same experts as this rank. Needed if there are
-            several expert-parallel groups.
+        replicas: optional. The ranks that store the same experts as this rank. Required if there
+            are several expert-parallel groups.
     Raises:
-        ValueError: the sizes of the groups do not multiply to the size of the world.
+        ValueError: the product of the group sizes is not the size of the world.
     """
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1

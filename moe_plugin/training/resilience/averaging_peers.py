@@ -261,7 +261,7 @@ class StreamedPeer:
                  ) -> Iterator[list[Tensor]]:
         """Yield for each block the changes since the last average, and buffers.
 
-        Once averaged, they are used to set the block's new weights and buffers.
+        The averaged values are used to set the block's new weights and buffers.
         """
         for number, mine in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()

@@ -1,4 +1,4 @@
-"""Training jobs that are replicas which may join and leave at any time, with torchft.
+"""Training with several replicas that may join and leave at any time, using torchft.
 
 Gradients are averaged over the active replicas. A lost replica costs the other replicas one step,
 and a returning replica loads the weights of an active one. A replica contains the whole model: it

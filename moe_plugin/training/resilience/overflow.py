@@ -156,8 +156,8 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     An evaluation is a step without gradients; call this function inside `torch.no_grad()`.
 
     Args:
-        model: model of this rank. The first call for it in a group is collective, and all ranks
-            make it.
+        model: model of this rank. The first call for a model in a group is collective, and all
+            ranks make it.
         step: runs forward and backward passes, which set or add to the parameters' gradients. The
             gradients are set to None before, unless gradients are disabled.
         world: optional. All ranks that train the model, including replicas. Defaults to the default

@@ -1,5 +1,5 @@
-"""The way of micro-batches through the stages of a swarm, as driven by a trainer, and trainers that
-join the leading one (`rounds`).
+"""The code with which a trainer sends micro-batches through the stages of a swarm, and trainers
+that join the leading trainer (`rounds`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A peer of a swarm. It computes one stage of a pipeline for any trainer, stores the stage's
+"""A peer of a swarm. The peer computes one stage of a pipeline for any trainer, stores the stage's
 weights and optimizer, and sums gradients with the other peers of its stage.
 
 Backward passes recompute the stage from its input, so that any peer of a stage can run the backward
