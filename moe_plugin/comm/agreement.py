@@ -38,7 +38,7 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     seen = _gather(comm, hashlib.sha256(text).digest() + len(text).to_bytes(8, "big"))
     if len(set(seen)) == 1:
         return
-    lengths = [int.from_bytes(one[_DIGEST:], "big") for one in seen]
+    lengths = [int.from_bytes(digest[_DIGEST:], "big") for digest in seen]
     texts = _gather(comm, text.ljust(max(lengths)))
     raise ValueError(_differences(comm, [json.loads(text) for text in texts]))
 
@@ -73,12 +73,13 @@ def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
 def _gather(comm: Comm, mine: bytes) -> list[bytes]:
     bytes_N = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(comm.device)
     all_WN = comm.all_gather(bytes_N).cpu().view(comm.size, len(mine))
-    return [bytes(one.tolist()) for one in all_WN]
+    return [bytes(row.tolist()) for row in all_WN]
 
 
 def _differences(comm: Comm, settings: list[dict[str, str]]) -> str:
-    names = sorted({name for one in settings for name in one})
-    differ = [n for n in names if len({one.get(n, "absent") for one in settings}) > 1]
+    names = sorted({name for rank_settings in settings for name in rank_settings})
+    differ = [n for n in names
+              if len({rank_settings.get(n, "absent") for rank_settings in settings}) > 1]
     shown = "; ".join(_values(name, settings) for name in differ[:SHOWN])
     more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     return (f"settings differ between the {comm.size} ranks of group {comm.name!r}: {shown}{more}. "
@@ -87,8 +88,8 @@ def _differences(comm: Comm, settings: list[dict[str, str]]) -> str:
 
 def _values(name: str, settings: list[dict[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(settings):
-        ranks.setdefault(one.get(name, "absent"), []).append(rank)
+    for rank, rank_settings in enumerate(settings):
+        ranks.setdefault(rank_settings.get(name, "absent"), []).append(rank)
     values = [f"{value[:SHOWN_VALUE]} on rank {', '.join(map(str, who[:16]))}"
               + (f" and {len(who) - 16} more" if len(who) > 16 else "")
               for value, who in list(ranks.items())[:SHOWN]]

@@ -260,12 +260,12 @@ class Comm(RankGroup):
         """Return the subgroup of the part that contains this rank. The first use of a part is
         collective.
         """
-        own = next(part for part in parts if self.rank in part)
-        if own not in self.state.subgroups:
+        own_part = next(part for part in parts if self.rank in part)
+        if own_part not in self.state.subgroups:
             made = {part: self.subgroup(part) for part in parts}
-            self.state.subgroups[own] = made[own]
-        found: Comm = self.state.subgroups[own]
-        return found
+            self.state.subgroups[own_part] = made[own_part]
+        group: Comm = self.state.subgroups[own_part]
+        return group
 
     @abstractmethod
     def barrier(self) -> None:
@@ -309,15 +309,15 @@ class Comm(RankGroup):
 
         Only point-to-point messages between `hosts` are used, in log2(size) rounds.
         """
-        mine = torch.tensor(list(values), dtype=torch.float64)
+        maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
         while step < self.size:
-            theirs = torch.empty_like(mine)
-            self.hosts.send_receive([((self.rank + step) % self.size, mine)],
-                                    [((self.rank - step) % self.size, theirs)])
-            mine = torch.maximum(mine, theirs)
+            received = torch.empty_like(maxima)
+            self.hosts.send_receive([((self.rank + step) % self.size, maxima)],
+                                    [((self.rank - step) % self.size, received)])
+            maxima = torch.maximum(maxima, received)
             step *= 2
-        return mine.tolist()
+        return maxima.tolist()
 
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:

@@ -33,13 +33,13 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
             in the result. By default every node receives all rows.
     """
     rows = _Rows(comm, x.shape[0], wanted)
-    column, here = rows.column(comm.rank), rows.here
-    pieces = {rank: x.new_empty((rows.count(rank, here), *x.shape[1:])) for rank in column}
-    pieces[comm.rank].copy_(rows.take(x, comm.rank, here))
+    column, this_node = rows.column(comm.rank), rows.here
+    pieces = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:])) for rank in column}
+    pieces[comm.rank].copy_(rows.take(x, comm.rank, this_node))
     far, near = ring(column, comm.rank)[:-1], rows.others_here()
     exchange_pieces(comm, [(p, rows.take(x, comm.rank, rows.node(p))) for p in far],
                     [(p, pieces[p]) for p in reversed(far)])
-    got = {rank: x.new_empty((rows.count(rank, here), *x.shape[1:]))
+    got = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:]))
            for p in near for rank in rows.column(p)}
     exchange_pieces(comm, [(p, pieces[rank]) for p in near for rank in column],
                     [(p, got[rank]) for p in reversed(near) for rank in rows.column(p)])
@@ -60,13 +60,13 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     rows, parts_W = _Rows(comm, length, wanted), x.split(length) if length else [x] * comm.size
-    column, here = rows.column(comm.rank), rows.here
-    got = {p: [x.new_empty((rows.count(rank, here), *x.shape[1:])) for rank in column]
+    column, this_node = rows.column(comm.rank), rows.here
+    got = {p: [x.new_empty((rows.count(rank, this_node), *x.shape[1:])) for rank in column]
            for p in comm.topology.peers(comm.rank)}
     near = rows.others_here()
     for buffer, rank in zip(got[comm.rank], column, strict=True):
-        buffer.copy_(rows.take(parts_W[rank], rank, here))
-    exchange_pieces(comm, [(p, rows.take(parts_W[rank], rank, here))
+        buffer.copy_(rows.take(parts_W[rank], rank, this_node))
+    exchange_pieces(comm, [(p, rows.take(parts_W[rank], rank, this_node))
                            for p in near for rank in rows.column(p)],
                     [(p, buffer) for p in reversed(near) for buffer in got[p]])
     sums = {rank: _added(parts)

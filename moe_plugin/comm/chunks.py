@@ -113,8 +113,8 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
     Pieces that a rank sends to itself are copied.
     """
     sends, recvs = list(sends), list(recvs)
-    here = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
-    for source, target in zip(here, [b for peer, b in recvs if peer == comm.rank and b.shape[0]],
+    local = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
+    for source, target in zip(local, [b for peer, b in recvs if peer == comm.rank and b.shape[0]],
                               strict=True):
         target.copy_(source)
     comm.send_receive([(p, x) for p, x in sends if p != comm.rank and x.numel()],
@@ -139,10 +139,10 @@ def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None
     """
     if not x.numel():
         return
-    here, size = ranks.index(comm.rank), len(ranks)
+    position, size = ranks.index(comm.rank), len(ranks)
     sources, targets = x.view(size, -1).unbind(), out.view(size, -1).unbind()
-    targets[here].copy_(sources[here])
-    order = [*range(here + 1, size), *range(here)]
+    targets[position].copy_(sources[position])
+    order = [*range(position + 1, size), *range(position)]
     comm.send_receive([(ranks[i], sources[i]) for i in order],
                   [(ranks[i], targets[i]) for i in reversed(order)])
 

@@ -174,9 +174,9 @@ class ExchangeRegistry(Registry[Exchange]):
         """Return the names of the algorithms that `auto` may choose in a prepared group, with the
         fewest rounds first.
         """
-        found = [entry for entry in self if entry.offered and entry.value.tried(comm)]
-        found.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
-        return [entry.name for entry in found]
+        entries = [entry for entry in self if entry.offered and entry.value.tried(comm)]
+        entries.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
+        return [entry.name for entry in entries]
 
     def left_out(self, comm: Comm) -> dict[str, list[str]]:
         """Return the algorithms that run as `linear` in a prepared group, grouped by the

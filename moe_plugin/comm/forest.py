@@ -73,14 +73,14 @@ class Forest(Collectives):
         """Start an all-reduce, see `Collectives`. The sum runs in the background if the group
         supports it (`comm.handles`).
         """
-        found = self.trees(comm)  # planning may be collective, so it runs here, in program order
+        planned = self.trees(comm)  # planning may be collective, so it runs here, in program order
         return start(comm, FunctionExchange(
-            lambda comm, x, send, recv: trees.all_reduce(comm, found, x)), x).wait
+            lambda comm, x, send, recv: trees.all_reduce(comm, planned, x)), x).wait
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
-        found = self.trees(comm)
-        halves = {"all_gather": [found.gather], "reduce_scatter": [found.reduce]}.get(
-            kind, [found.reduce, found.gather])
+        planned = self.trees(comm)
+        halves = {"all_gather": [planned.gather], "reduce_scatter": [planned.reduce]}.get(
+            kind, [planned.reduce, planned.gather])
         return sum(predicted_s(half, size) for half in halves)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
@@ -136,7 +136,8 @@ def _agreed(comm: Comm, network: Network) -> Trees:
     text = ""
     if comm.rank == 0:
         try:
-            made = [plan_few(network, each).to_json() for each in ("all_gather", "reduce_scatter")]
+            made = [plan_few(network, collective).to_json()
+                    for collective in ("all_gather", "reduce_scatter")]
             text = "\n".join(made)
         except ValueError as error:
             text = f"!{error}"
@@ -151,6 +152,6 @@ def _broadcast_text(comm: Comm, text: str) -> str:
     """Return the text of the group's first rank on all ranks."""
     data = text.encode()
     length = int(comm.broadcast(torch.tensor([len(data)])))
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (
         torch.empty(length, dtype=torch.uint8))
-    return bytes(comm.broadcast(mine).tolist()).decode()
+    return bytes(comm.broadcast(buffer).tolist()).decode()

@@ -64,8 +64,8 @@ def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[S
     Returns:
         [sum(recv), ...].
     """
-    found = owner_of(route)
-    return found.algorithm(found.comm, x.contiguous(), send, recv)
+    owner = owner_of(route)
+    return owner.algorithm(owner.comm, x.contiguous(), send, recv)
 
 
 @all_to_all.register_fake

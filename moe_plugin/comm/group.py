@@ -153,5 +153,5 @@ class RankGroup(ABC):
         The text is empty if neither is known.
         """
         watchdog = self.state.watchdog
-        said = reason() if self.separate else ""
-        return said or (f"; {watchdog.report()}" if watchdog is not None else "")
+        peer_reason = reason() if self.separate else ""
+        return peer_reason or (f"; {watchdog.report()}" if watchdog is not None else "")

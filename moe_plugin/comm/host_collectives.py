@@ -67,12 +67,12 @@ def refused_together(what: str, group: Any = None) -> Iterator[None]:
         what: description of the check, for the message if the collective fails.
         group: optional. The process group. Defaults to the default group.
     """
-    said = ""
+    own_refusal = ""
     try:
         yield
     except ValueError as error:
-        said = str(error)
-    for refusal in filter(None, gather_objects(said, what, group)):
+        own_refusal = str(error)
+    for refusal in filter(None, gather_objects(own_refusal, what, group)):
         raise ValueError(refusal)
 
 

@@ -40,7 +40,7 @@ class Resharding:
         self.rounds = 1 + max((hop.depth for hop in hops), default=0)
         self.sent = [hop for hop in hops if hop.sender == comm.rank]
         self.received = [hop for hop in hops if hop.receiver == comm.rank]
-        self.kept = [each for each in self.slices if comm.rank in each.keepers]
+        self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
         """Start a move: send the parts that this rank stores, and post receives for the parts that
@@ -102,12 +102,12 @@ class TensorMove(ABC):
         parts: dict[int, list[tuple[int, int]]] = {}
         for hop in plan.received:
             parts.setdefault(hop.slice, []).append(hop.part)
-        for index, found in parts.items():
-            each = plan.slices[index]
-            whole = torch.cat([self.buffers[index, part] for part in sorted(found)])
-            made[each.within(plan.target)] = whole.view([b - a for a, b in each.box])
-        for each in plan.kept:
-            made[each.within(plan.target)] = self._stored(each)
+        for index, spans in parts.items():
+            piece = plan.slices[index]
+            whole = torch.cat([self.buffers[index, part] for part in sorted(spans)])
+            made[piece.within(plan.target)] = whole.view([b - a for a, b in piece.box])
+        for piece in plan.kept:
+            made[piece.within(plan.target)] = self._stored(piece)
         return made
 
     def part(self, hop: Hop) -> Tensor:

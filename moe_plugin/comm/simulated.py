@@ -97,8 +97,8 @@ class SimulatedComm(Comm):
         """
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
         recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
-        mine = list(x.detach().split(send))
-        posted = self._meet("all_to_all", mine, self._count(enumerate(mine)))
+        pieces = list(x.detach().split(send))
+        posted = self._meet("all_to_all", pieces, self._count(enumerate(pieces)))
         got = [row[self.rank] for row in posted]
         if [g.shape[0] for g in got] != recv:
             raise self.error(
@@ -118,8 +118,8 @@ class SimulatedComm(Comm):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum and scatter tensors, see `Comm.reduce_scatter`; x: [size * n, ...] to [n, ...]."""
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
-        mine = list(x.detach().split(length)) if length else [x.detach()] * self.size
-        posted = self._meet("reduce_scatter", mine, self._count(enumerate(mine)))
+        pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
+        posted = self._meet("reduce_scatter", pieces, self._count(enumerate(pieces)))
         return torch.stack([row[self.rank] for row in posted]).sum(0)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
@@ -133,8 +133,8 @@ class SimulatedComm(Comm):
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
-        mine = [(peer, x.detach().clone()) for peer, x in sends]
-        posted = self._meet("send_receive", mine, self._count(sends), copy=False)
+        messages = [(peer, x.detach().clone()) for peer, x in sends]
+        posted = self._meet("send_receive", messages, self._count(sends), copy=False)
         queues = {
             peer: [x for target, x in posted[peer] if target == self.rank]
             for peer in range(self.size)

@@ -158,6 +158,6 @@ class Topology:
 
     def __str__(self) -> str:
         sizes = sorted({len(node) for node in self.nodes})
-        each = str(sizes[0]) if self.uniform_nodes else f"{sizes[0]} to {sizes[-1]}"
+        per_node = str(sizes[0]) if self.uniform_nodes else f"{sizes[0]} to {sizes[-1]}"
         order = "" if self.node_major else ", not in rank order"
-        return f"{len(self.nodes)} node(s) of {each} rank(s){order} ({self.source})"
+        return f"{len(self.nodes)} node(s) of {per_node} rank(s){order} ({self.source})"

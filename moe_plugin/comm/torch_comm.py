@@ -73,11 +73,12 @@ class TorchComm(Comm):
             self._watch_longer_timeout()
 
     def _watch_longer_timeout(self) -> None:
-        own, state = self.group._get_backend(torch.device("cuda")).options._timeout, self.state
+        group_timeout = self.group._get_backend(torch.device("cuda")).options._timeout
+        state = self.state
         if state.timeout_watch is not None:
             state.timeout_watch.timeout_s = min(state.timeout_watch.timeout_s,
                                                 self.timeout.total_seconds())
-        elif own > self.timeout:
+        elif group_timeout > self.timeout:
             state.timeout_watch = TimeoutWatch(
                 self.group, self.timeout.total_seconds(),
                 f"rank {self.rank} of {self.size} in group {self.name!r}",
@@ -141,8 +142,9 @@ class TorchComm(Comm):
 
     def detect_topology(self) -> Topology:
         """Detect ranks with equal node index and host name, which share a node. Collective."""
-        mine = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8).to(self.device)
-        keys = self.all_gather(mine).cpu().view(self.size, _KEY_BYTES)
+        key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
+        key_bytes = key_bytes.to(self.device)
+        keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
         return Topology.from_keys([bytes(key.tolist()) for key in keys])
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
@@ -309,8 +311,8 @@ class TorchComm(Comm):
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
         """Return the job's store on a separate connection, usable while other threads wait."""
-        own: Any = dist.distributed_c10d._get_default_store()
-        return own.clone()
+        job_store: Any = dist.distributed_c10d._get_default_store()
+        return job_store.clone()
 
     def barrier(self) -> None:
         with self.error_context(lambda: "barrier"):

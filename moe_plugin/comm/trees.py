@@ -159,14 +159,14 @@ def _split(span: Span, parts: int) -> list[Span]:
 def _parts(schedule: Schedule, shards: Sequence[int]) -> list[tuple[Tree, Span]]:
     """Return every tree with its part of its root's shard."""
     done = [0] * (len(shards) - 1)
-    found = []
+    parts = []
     for tree in schedule.trees:
         first, length = shards[tree.root], shards[tree.root + 1] - shards[tree.root]
         before = done[tree.root]
         done[tree.root] += tree.weight
-        found.append((tree, (first + length * before // schedule.k,
+        parts.append((tree, (first + length * before // schedule.k,
                              first + length * done[tree.root] // schedule.k)))
-    return found
+    return parts
 
 
 AHEAD = LAG + 2  # number of rounds for which receives are posted early
@@ -355,11 +355,11 @@ class _Run:
         return [(message.peer, buffer) for message, buffer in zip(recvs, buffers, strict=True)]
 
     def _sends(self, number: int) -> list[tuple[int, Tensor]]:
-        found = []
+        messages = []
         for message in self.rounds[number].sends:
             pieces = [self.flat_N[start:stop] for start, stop in message.spans]
-            found.append((message.peer, pieces[0] if len(pieces) == 1 else torch.cat(pieces)))
-        return found
+            messages.append((message.peer, pieces[0] if len(pieces) == 1 else torch.cat(pieces)))
+        return messages
 
     def _unpack(self, number: int, buffers: Sequence[Tensor]) -> None:
         for message, buffer in zip(self.rounds[number].recvs, buffers, strict=True):

@@ -105,11 +105,11 @@ def reason() -> str:
     """
     if not _several():
         return ""
-    said = _bounded(_read)
-    if not said:
+    text = _bounded(_read)
+    if not text:
         return ""
     _break_connections()
-    return f"; {said}"
+    return f"; {text}"
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -218,18 +218,18 @@ def _bounded(call: Callable[[Any], Any]) -> Any:
 
     The call uses a separate connection, which other threads do not block.
     """
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(call(dist.distributed_c10d._get_default_store().clone()))
+            answers.append(call(dist.distributed_c10d._get_default_store().clone()))
         except (RuntimeError, ValueError) as error:
             log.debug("the job's store does not answer: %s", error)
 
     thread = threading.Thread(target=run, name="gave-up", daemon=True)
     thread.start()
     thread.join(_ANSWER_S)
-    return found[0] if found else None
+    return answers[0] if answers else None
 
 
 

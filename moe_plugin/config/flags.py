@@ -136,14 +136,14 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     if not path:
         return {}
     trusted = bool(parse_value(TRUST_FLAG, values.get(TRUST_FLAG.dest) or "false"))
-    found = settings_from_yaml(path, trust_imports=trusted)
+    file_values = settings_from_yaml(path, trust_imports=trusted)
     given = settings_from_flags(values)
-    apart = {name: value for name, value in found.items() if name not in given
-             and name in _made_unread(found, given)}
-    if apart:
+    ineffective = {name: value for name, value in file_values.items()
+                   if name not in given and name in _made_unread(file_values, given)}
+    if ineffective:
         _say_once(f"left out of {short(str(path))}, because the flags make it ineffective: "
-                  + ", ".join(f"{name}={short(value)}" for name, value in apart.items()))
-    return {name: value for name, value in found.items() if name not in apart}
+                  + ", ".join(f"{name}={short(value)}" for name, value in ineffective.items()))
+    return {name: value for name, value in file_values.items() if name not in ineffective}
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
@@ -179,10 +179,10 @@ def as_given(text: str, values: Mapping[str, Any],
     second = aliases(MoEConfig)
     names |= {second.get(spec.path, spec.path): f"{spec.flag} {short(values[spec.dest])}"
               for spec in setting_specs() if values.get(spec.dest) is not None}
-    found = [f"{path}: {name}" for path, name in names.items()
-             if re.search(rf"(?<![\w.-]){re.escape(path)}" + ("" if "." in path else "[=.]"), text)
-             and name not in text]
-    return f"{text} ({'; '.join(found)})" if found else text
+    sources = [f"{path}: {name}" for path, name in names.items() if name not in text
+               and re.search(rf"(?<![\w.-]){re.escape(path)}" + ("" if "." in path else "[=.]"),
+                             text)]
+    return f"{text} ({'; '.join(sources)})" if sources else text
 
 
 def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,11 +208,11 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         if spec.kind is dict:
             pairs = [item.split("=") for item in text.split(",")]
             by_number = spec.entry.startswith("step=")
-            found = {(float(key) if "." in key else int(key)) if by_number else key.strip():
-                     (int if by_number else float)(value) for key, value in pairs}
-            if len(found) < len(pairs):
+            mapping = {(float(key) if "." in key else int(key)) if by_number else key.strip():
+                       (int if by_number else float)(value) for key, value in pairs}
+            if len(mapping) < len(pairs):
                 raise KeyError("one is given twice")
-            return found
+            return mapping
         if spec.kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return spec.kind(text)

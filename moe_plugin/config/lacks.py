@@ -63,7 +63,7 @@ def refuse_lacking(settings: RunConfig, host: str) -> None:
         settings: settings of the run.
         host: key of `HOSTS`.
     """
-    defaults, given = (flatten(to_dict(each)) for each in (RunConfig(), settings))
+    defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))
     for (path, lacking), lack in LACKS.items():
         if lacking == host and given.get(path) != defaults.get(path):
             flag = next(spec.flag for spec in setting_specs() if spec.path == path)

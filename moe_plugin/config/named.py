@@ -40,18 +40,18 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and name in known:
-            found = flatten({name: value})
+            paths = flatten({name: value})
         elif name in flags or name in known:
-            found = {flags.get(name, name): value}
+            paths = {flags.get(name, name): value}
         else:
             raise ValueError(
                 f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use the "
                 "name of a flag of docs/config.md without --moe- (top_k, router, dispatch), or one "
                 f"of {', '.join(top)}; the value of a section is a dict")
-        if both := sorted(set(found) & set(given)):
+        if both := sorted(set(paths) & set(given)):
             raise ValueError(f"{both[0]} is given twice, the second time by {short(name)}; give "
                              "it only once")
-        given |= found
+        given |= paths
     return given
 
 
@@ -120,16 +120,17 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
         router: whether the user passes a router module.
         experts: whether the user passes expert modules.
     """
-    own = tuple(start for start, given in (("router.", router), ("experts.", experts)) if given)
-    if not own:
+    replaced = tuple(start for start, given in (("router.", router), ("experts.", experts))
+                     if given)
+    if not replaced:
         return
     check(not config.batch_invariant, "batch_invariant", True,
-          f"False where you pass your own {own[0][:-1]}", "leave it out")
+          f"False where you pass your own {replaced[0][:-1]}", "leave it out")
     values, defaults = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
     read = _READ_BESIDE | (_READ_BY_SHARED if config.experts.shared_hidden_dim else set())
     for path, value in values.items():
         unread = path not in read or (path, value) in _BY_ROUTER
-        if path.startswith(own) and unread and value != defaults[path]:
+        if path.startswith(replaced) and unread and value != defaults[path]:
             raise ValueError(f"{path}={short(value)} is not read where you pass your own "
                              f"{path.split('.')[0]}: must be {defaults[path]}; leave it out, or "
                              "build your own module accordingly")

@@ -174,7 +174,7 @@ class _Leaf(NamedTuple):
 
 @functools.cache  # cached: a tree has about 140 fields, all checked for every new or changed tree
 def _leaves(cls: type) -> tuple[_Leaf, ...]:
-    found = []
+    leaves = []
     for f in dataclasses.fields(cls):
         hint = hints_of(cls)[f.name]
         kinds = typing.get_args(hint) or (hint,)
@@ -182,9 +182,9 @@ def _leaves(cls: type) -> tuple[_Leaf, ...]:
             kinds = (dict,)
         plain = tuple(kind for kind in kinds if kind in (str, bool, type(None)))
         numbers = {float: (float, int), int: (int,)}.get(kinds[0], ())
-        found.append(_Leaf(f.name, hint, is_section(hint), plain, numbers,
-                           f.metadata.get("choices", ())))
-    return tuple(found)
+        leaves.append(_Leaf(f.name, hint, is_section(hint), plain, numbers,
+                            f.metadata.get("choices", ())))
+    return tuple(leaves)
 
 
 def _check_types(section: SettingsSection) -> None:
@@ -226,8 +226,8 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
     values = canonical(values, aliases(cls), prefix)
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
-        if said := removed(prefix + unknown[0]):
-            raise ValueError(said)
+        if removal := removed(prefix + unknown[0]):
+            raise ValueError(removal)
         near = [*_below(cls, unknown[0], prefix), *_below(root or cls, unknown[0], ""),
                 *(prefix + name for name in alike(unknown[0], fields))]
         near = list(dict.fromkeys(near))
@@ -251,14 +251,14 @@ def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
     """Return the second names of all settings in a section and its nested sections, as a mapping
     from dotted path to dotted path.
     """
-    found: dict[str, str] = {}
+    main_names: dict[str, str] = {}
     hints = hints_of(cls)
     for f in dataclasses.fields(cls):
         if is_section(hints[f.name]):
-            found.update(aliases(hints[f.name], f"{prefix}{f.name}."))
+            main_names.update(aliases(hints[f.name], f"{prefix}{f.name}."))
         elif f.metadata.get("alias"):
-            found[prefix + f.metadata["alias"]] = prefix + f.name
-    return found
+            main_names[prefix + f.metadata["alias"]] = prefix + f.name
+    return main_names
 
 
 def canonical(values: Mapping[str, Any], names: Mapping[str, str],

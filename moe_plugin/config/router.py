@@ -175,8 +175,8 @@ def fixed_k_of(name: str) -> int | None:
 
 def built_in() -> dict[str, frozenset[str]]:
     """Return the routers of this package with the settings that they read (see `reads_of`)."""
-    found = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
-    return {name: reads for name, reads in found.items() if reads is not None}
+    routers = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
+    return {name: reads for name, reads in routers.items() if reads is not None}
 
 
 def readers_of(setting: str, value: Any) -> Collection[str]:
@@ -186,9 +186,9 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
     """
     declared = built_in()
     for key in (f"{setting}={value}", setting):
-        found = [name for name, reads in declared.items() if key in reads]
-        if found:
-            return found
+        readers = [name for name, reads in declared.items() if key in reads]
+        if readers:
+            return readers
     return declared
 
 

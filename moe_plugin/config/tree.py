@@ -259,8 +259,8 @@ def both_from_yaml(path: str, *, trust_imports: bool = False,
     """
     values = _read(path, trust_imports)
     with _of_file(path):
-        own = {} if model_dim is None else {"model_dim": model_dim}
-        return from_dict({**of_layer(values), **own}), run_from_dict(of_run(values))
+        extra = {} if model_dim is None else {"model_dim": model_dim}
+        return from_dict({**of_layer(values), **extra}), run_from_dict(of_run(values))
 
 
 @contextmanager
@@ -376,10 +376,10 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None
-        own = config.losses if part == "losses" and isinstance(config, MoEConfig) else None
-        if hint is not None and own is None and not is_section(hint):
+        defaults = config.losses if part == "losses" and isinstance(config, MoEConfig) else None
+        if hint is not None and defaults is None and not is_section(hint):
             raise ValueError(f"unknown key {short(path)}; {short(part)} has no keys below it")
-        inner = values.setdefault(part, dict(own or {}))
+        inner = values.setdefault(part, dict(defaults or {}))
         if not isinstance(inner, dict):
             raise ValueError(f"{part}={short(inner)} and {short(path)} are given; give one of the "
                              "two")

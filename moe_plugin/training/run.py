@@ -64,7 +64,7 @@ class Run(RunFeature):
 
     def find(self, kind: type[Feature]) -> Feature | None:
         """Return the enabled feature of a class, or None."""
-        return next((each for each in self.features if isinstance(each, kind)), None)
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
@@ -84,7 +84,8 @@ class Run(RunFeature):
         return own
 
     def before_passes(self) -> Callable[[], None]:
-        resets = [reset for each in self.features if (reset := each.before_passes()) is not None]
+        resets = [reset for feature in self.features
+                  if (reset := feature.before_passes()) is not None]
 
         def back() -> None:
             for reset in resets:
@@ -118,7 +119,9 @@ class Run(RunFeature):
             raise
 
     def numbers(self) -> dict[str, float]:
-        return {name: value for each in self.features for name, value in each.numbers().items()}
+        return {name: value for feature in self.features
+                for name, value in feature.numbers().items()}
 
     def evaluated(self) -> dict[str, Any]:
-        return {name: value for each in self.features for name, value in each.evaluated().items()}
+        return {name: value for feature in self.features
+                for name, value in feature.evaluated().items()}

@@ -33,12 +33,12 @@ class CheckoutFinder:
         package, _, folder = name.rpartition(".")
         if package != "moe_plugin" or folder not in FOLDERS:
             return None
-        place = self.root / folder
-        if (place / "__init__.py").is_file():
-            return spec_from_file_location(name, place / "__init__.py",
-                                           submodule_search_locations=[str(place)])
+        package_path = self.root / folder
+        if (package_path / "__init__.py").is_file():
+            return spec_from_file_location(name, package_path / "__init__.py",
+                                           submodule_search_locations=[str(package_path)])
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(place)]
+        spec.submodule_search_locations = [str(package_path)]
         return spec
 
 

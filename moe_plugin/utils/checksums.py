@@ -99,8 +99,8 @@ def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if length <= _HEADER_BYTES else b""
-    found = _DIGITS.search(header) if header.startswith(b"{") else None
-    return None if found is None else (8 + found.start(1), int(found[1], 16))
+    match = _DIGITS.search(header) if header.startswith(b"{") else None
+    return None if match is None else (8 + match.start(1), int(match[1], 16))
 
 
 def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
@@ -113,13 +113,13 @@ def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
         path: path of the file.
         crc: optional. Checksum of the file's bytes. Computed by default.
     """
-    crc, found = crc_of(path) if crc is None else crc, _digits_in_header(path)
+    crc, position = crc_of(path) if crc is None else crc, _digits_in_header(path)
     with open(path, "r+b") as stream:
-        if found is None:
+        if position is None:
             stream.seek(0, os.SEEK_END)
             stream.write(trailer(crc))
         else:
-            stream.seek(found[0])
+            stream.seek(position[0])
             stream.write(b"%08x" % crc)
 
 
@@ -129,9 +129,9 @@ def seal_of(path: str | os.PathLike[str]) -> int | None:
     """
     with open(path, "rb") as stream:
         stream.seek(max(0, os.path.getsize(path) - _TRAILER_BYTES))
-        found = _TRAILER.fullmatch(stream.read())
-    if found is not None:
-        return int(found[1], 16)
+        match = _TRAILER.fullmatch(stream.read())
+    if match is not None:
+        return int(match[1], 16)
     inside = _digits_in_header(path)
     return None if inside is None else inside[1]
 
@@ -182,11 +182,11 @@ def verify(path: str | os.PathLike[str]) -> bool:
         return False
     if trailer is None:
         at, wanted = inside
-        found = crc_of(path, size, at)
+        actual = crc_of(path, size, at)
     else:
-        found, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
-    if found != wanted:
-        raise DamagedFile(f"its checksum is {found:08x}, but it was written with {wanted:08x}")
+        actual, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
+    if actual != wanted:
+        raise DamagedFile(f"its checksum is {actual:08x}, but it was written with {wanted:08x}")
     return True
 
 
@@ -204,10 +204,10 @@ def open_json(text: str) -> tuple[Any, bool]:
         ValueError: the text is not JSON.
     """
     start, end = text.startswith(_JSON_START), None
-    if found := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
-        end = len(text) - len(text[-64:]) + found.start()
+    if match := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
+        end = len(text) - len(text[-64:]) + match.start()
     if start or end is not None:
-        if not start or end is None or crc32(text[:end].encode()) != int(found[1], 16):
+        if not start or end is None or crc32(text[:end].encode()) != int(match[1], 16):
             raise DamagedFile("its checksum differs from the checksum with which it was written")
     try:
         values = json.loads(text)
@@ -224,12 +224,12 @@ _CHECKED: list[Path] = []  # files that another function has verified
 @contextmanager
 def verified(paths: Iterable[Path]) -> Iterator[None]:
     """Mark files as verified inside the block, so that `FirstRead` does not check them again."""
-    mine = list(paths)
-    _CHECKED.extend(mine)
+    own_paths = list(paths)
+    _CHECKED.extend(own_paths)
     try:
         yield
     finally:
-        for path in mine:
+        for path in own_paths:
             _CHECKED.remove(path)
 
 

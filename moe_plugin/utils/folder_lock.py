@@ -257,8 +257,8 @@ def _read(path: Path) -> _Seen | None:
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(text)
-        holder = Holder(**{field.name: found[field.name] for field in fields(Holder)})
+        values = json.loads(text)
+        holder = Holder(**{field.name: values[field.name] for field in fields(Holder)})
         return _Seen(text, modified, holder if isinstance(holder.process, int) else None)
     except (ValueError, LookupError, TypeError):  # the file is incomplete
         return _Seen(text, modified, None)
@@ -314,8 +314,8 @@ def _exists(holder: Holder) -> bool:
         return False
     except OSError:
         pass  # the process belongs to another user
-    found = _stat(holder.process)
-    return found is None or (found[0] not in "ZX" and found[1] == holder.begun)
+    status = _stat(holder.process)
+    return status is None or (status[0] not in "ZX" and status[1] == holder.begun)
 
 
 def _now_in(folder: Path) -> float:

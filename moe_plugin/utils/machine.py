@@ -212,9 +212,9 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
 
 def _is_private(folder: Path) -> bool:
     """Return whether a folder belongs to this user and no other user can write there."""
-    found = folder.stat()
-    ours = found.st_uid == os.getuid() == folder.lstat().st_uid
-    return ours and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+    status = folder.stat()
+    ours = status.st_uid == os.getuid() == folder.lstat().st_uid
+    return ours and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
 
 
 @functools.cache

@@ -54,9 +54,9 @@ def removed(name: str, *commands: str) -> str:
         name: flag, setting or command as the user wrote it.
         commands: words before the name. One of them may be the command to which the name belongs.
     """
-    places = (name, *(f"{each} {name}" for each in commands))
-    said = next((REMOVED[place] for place in places if place in REMOVED), "")
-    return f"{name} was removed: {said}" if said else ""
+    places = (name, *(f"{command} {name}" for command in commands))
+    replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
+    return f"{name} was removed: {replacement}" if replacement else ""
 
 
 def short(value: Any, limit: int = LIMIT) -> str:
@@ -91,7 +91,7 @@ def printable(text: str, limit: int | None = None) -> str:
         text: a name, a path or a value from a file.
         limit: optional. Largest number of characters to show.
     """
-    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return shown if limit is None else cut(shown, limit)
 
 
@@ -111,7 +111,7 @@ def alike(name: str, known: Iterable[str]) -> list[str]:
     near = difflib.get_close_matches(name, known, 2, 0.8)
     if len(near) == 2 and _likeness(name, near[0]) - _likeness(name, near[1]) > _CLEARLY:
         del near[1]
-    longer = (each for each in known if each.startswith(f"{name}_"))
+    longer = (candidate for candidate in known if candidate.startswith(f"{name}_"))
     return list(dict.fromkeys([*near, *longer]))[:3]
 
 
@@ -178,11 +178,11 @@ class Parser(argparse.ArgumentParser):
         """
         known = self.flags()
         wrong = {name: alike(name, known) for name in self.unknown()}
-        if found := _CHOICE.match(message):
-            wrong[found[2]] = alike(found[2], re.findall(r"[\w.-]+", found[3]))
+        if match := _CHOICE.match(message):
+            wrong[match[2]] = alike(match[2], re.findall(r"[\w.-]+", match[3]))
         near = {name: meant for name, meant in wrong.items() if meant}
         words = [*self.prog.split()[-1:], *(w for w in self.given if not w.startswith("-"))][:2]
-        if gone := [said for name in wrong if (said := removed(name, *words))]:
+        if gone := [replacement for name in wrong if (replacement := removed(name, *words))]:
             return gone
         if len(wrong) == 1 and all(name in message for name in wrong):
             return [f"did you mean {' or '.join(meant)}?" for meant in near.values()]

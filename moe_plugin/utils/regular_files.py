@@ -221,11 +221,11 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 def write_remedy(error: BaseException, folder: _Path) -> str:
     """Return what to do if a file in `folder` could not be written."""
-    found = system_error(error)
-    code = None if found is None else found.errno
+    os_error = system_error(error)
+    code = None if os_error is None else os_error.errno
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     # torch's file writer hides the reason why a stream could not be written
-    if is_full(found) if found is not None else free < _ALMOST_NOTHING:
+    if is_full(os_error) if os_error is not None else free < _ALMOST_NOTHING:
         return (f"the disk is full ({free / 2**20:.0f} MiB free): free space or choose another "
                 "folder")
     if code in (errno.EROFS, errno.EACCES, errno.EPERM):

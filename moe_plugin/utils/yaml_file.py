@@ -25,8 +25,8 @@ def bundled(path: str | Path) -> str | Path:
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
         return path
     [folder] = importlib.import_module("moe_plugin.configs").__path__
-    place = Path(folder, *wanted.parts[1:])
-    return place if place.exists() else path
+    example = Path(folder, *wanted.parts[1:])
+    return example if example.exists() else path
 
 
 def read_yaml(path: str | Path, what: str = "config file",

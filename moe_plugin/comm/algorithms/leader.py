@@ -145,7 +145,8 @@ def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]
-    place = {source: index for index, source in enumerate(sources)}
-    order = [place[source] * len(node) + d for d in range(len(node)) for source in range(comm.size)]
+    position = {source: index for index, source in enumerate(sources)}
+    order = [position[source] * len(node) + d for d in range(len(node))
+             for source in range(comm.size)]
     parts = reorder(got, lengths, order).split([sum(counts.recv[d]) for d in node])
     exchange_pieces(comm, zip(node, parts, strict=True), [(comm.rank, out)])

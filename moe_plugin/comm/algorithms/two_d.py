@@ -98,8 +98,9 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     by_place, at_place, out = stride_copy(x, nodes,
                                           places), torch.empty_like(x), torch.empty_like(x)
     swap_equal(comm, node, by_place, at_place)
-    place = topology.local_of[comm.rank]
-    swap_equal(comm, range(place, comm.size, places), stride_copy(at_place, places, nodes), out)
+    local_rank = topology.local_of[comm.rank]
+    swap_equal(comm, range(local_rank, comm.size, places), stride_copy(at_place, places, nodes),
+               out)
     return out
 
 
@@ -122,12 +123,12 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
     if comm.state.collects_for is None:
         comm.state.collects_for = _served(topology, topology.peers(comm.rank))
     served = comm.state.collects_for
-    mine = served[comm.rank]
+    collected = served[comm.rank]
     if even:
-        counts = {rank: [send[0]] * len(mine) for rank in served}
+        counts = {rank: [send[0]] * len(collected) for rank in served}
     else:
         counts = exchange_ints(comm, {rank: [send[d] for d in served[rank]] for rank in served},
-                                    {rank: len(mine) for rank in served})
+                                    {rank: len(collected) for rank in served})
     return _Plan(served, counts)
 
 

@@ -315,8 +315,8 @@ def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
         counted: bool [...], distributions that count.
         bins: number of parts.
     """
-    place = (p.amax(-1) * bins).long().clamp(max=bins - 1)
-    return torch.bincount(place[counted], minlength=bins).double()
+    bin_index = (p.amax(-1) * bins).long().clamp(max=bins - 1)
+    return torch.bincount(bin_index[counted], minlength=bins).double()
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
@@ -342,12 +342,12 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
         return features + probability * (features.sum(dim, keepdim=True) - features)
     members = features.unbind(dim)
     mixed = []
-    for m, own in enumerate(members):
+    for m, member in enumerate(members):
         others = [
             torch.bernoulli(torch.full_like(h, probability)) * h for n, h in enumerate(members)
             if n != m
         ]
-        mixed.append(own + torch.stack(others).sum(0))
+        mixed.append(member + torch.stack(others).sum(0))
     return torch.stack(mixed, dim)
 
 

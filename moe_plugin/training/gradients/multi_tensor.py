@@ -72,8 +72,8 @@ class SquaredNorm:
         `device`.
         """
         alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
-        for place in sorted(self._parts):
-            for count, kind, norms_N in self._parts[place]:
+        for index in sorted(self._parts):
+            for count, kind, norms_N in self._parts[index]:
                 alike.setdefault(count, {}).setdefault(kind, []).append(norms_N)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for count in sorted(alike):

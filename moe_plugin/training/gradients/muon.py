@@ -102,13 +102,14 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
         if not parameter.requires_grad:
             continue
         vector = is_vector(parameter, stacks)
-        own: dict[str, Any] = {"name": "adamw, no decay" if vector else "adamw", "muon": False,
-                               "lr": adamw_lr, "weight_decay": 0.0 if vector else weight_decay}
+        options: dict[str, Any] = {"name": "adamw, no decay" if vector else "adamw", "muon": False,
+                                   "lr": adamw_lr, "weight_decay": 0.0 if vector else weight_decay}
         form = forms.get(id(parameter))
         if form is not None and not vector and not re.search(adamw, name):
-            own = {"name": f"muon, {form}", "muon": True, "lr": lr, "weight_decay": weight_decay,
+            options = {"name": f"muon, {form}", "muon": True, "lr": lr,
+                       "weight_decay": weight_decay,
                    **vars(form)}
-        groups.setdefault(own["name"], {**own, "params": []})["params"].append(parameter)
+        groups.setdefault(options["name"], {**options, "params": []})["params"].append(parameter)
     if not any(group["muon"] for group in groups.values()):
         raise ValueError(f"{type(model).__name__} has no matrix for Muon. Muon needs trainable "
                          f"experts or nn.Linear modules with names that adamw={short(adamw)} does "

@@ -139,17 +139,17 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
     Returns:
         0-dim norms in the dtypes of `norms`.
     """
-    mine = torch.stack([norm.to(torch.float64) for norm in norms])
+    norms_N = torch.stack([norm.to(torch.float64) for norm in norms])
     order = float(order)
     if math.isinf(order):
         sign = 1 if order > 0 else -1
-        lost = comm.all_reduce(mine.isnan().double(), "max") > 0  # a maximum may ignore a NaN
-        whole = (sign * comm.all_reduce(sign * mine, "max")).masked_fill(lost, math.nan)
+        lost = comm.all_reduce(norms_N.isnan().double(), "max") > 0  # a maximum may ignore a NaN
+        whole = (sign * comm.all_reduce(sign * norms_N, "max")).masked_fill(lost, math.nan)
     elif order == 0:
-        whole = comm.all_reduce(mine)
+        whole = comm.all_reduce(norms_N)
     else:
-        whole = comm.all_reduce(mine.pow(order)).pow(1 / order)
-    return [each.to(norm.dtype) for each, norm in zip(whole.unbind(), norms, strict=True)]
+        whole = comm.all_reduce(norms_N.pow(order)).pow(1 / order)
+    return [value.to(norm.dtype) for value, norm in zip(whole.unbind(), norms, strict=True)]
 
 
 class PartNorm(Tensor):

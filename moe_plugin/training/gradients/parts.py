@@ -104,16 +104,16 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
         comm: the ranks that store the dense parameters.
         replicas: the ranks that store the same experts; None if no other rank does.
     """
-    found = []
+    parts = []
     for parameter in parameters:
         ranks = replicas if is_expert(parameter) else comm
         if ranks is None:
-            found.append(Part(parameter, parameter, parameter.shape, None))
+            parts.append(Part(parameter, parameter, parameter.shape, None))
         else:
             flat_N = parameter.detach().view(-1)
-            found.append(Part(parameter, _stand_in(parameter, piece(flat_N, ranks)), flat_N.shape,
+            parts.append(Part(parameter, _stand_in(parameter, piece(flat_N, ranks)), flat_N.shape,
                               ranks))
-    return found
+    return parts
 
 
 def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:

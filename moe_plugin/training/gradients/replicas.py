@@ -59,8 +59,8 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
     """
     if world.size == 1:
         return None
-    place = torch.tensor([experts.rank, experts.size], dtype=torch.int64, device=world.device)
-    places = world.all_gather(place).view(-1, 2).tolist()
+    position = torch.tensor([experts.rank, experts.size], dtype=torch.int64, device=world.device)
+    places = world.all_gather(position).view(-1, 2).tolist()
     alike = [rank for rank, other in enumerate(places) if other == places[world.rank]]
     if len(alike) * experts.size != world.size:
         raise ValueError(
@@ -194,9 +194,9 @@ class ReplicaReducer:
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def added(parameter: Tensor) -> None:
-            here = torch._C._current_graph_task_id()
-            if self._at_end and self._queued != here:
-                self._begin(here)
+            task = torch._C._current_graph_task_id()
+            if self._at_end and self._queued != task:
+                self._begin(task)
             bucket.add(parameter)  # type: ignore[arg-type]
             self._start_ready()
 

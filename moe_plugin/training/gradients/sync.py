@@ -171,7 +171,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
 
 
 def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
-    buckets = [Bucket(each) for each in in_buckets(parameters, BUCKET_BYTES)]
+    buckets = [Bucket(members) for members in in_buckets(parameters, BUCKET_BYTES)]
     for bucket in buckets:
         bucket.start(comm)
     for bucket in buckets:
@@ -280,10 +280,10 @@ def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf 
 
 def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
     """Raise a `ValueError` if layers of different expert-parallel groups share parameters."""
-    found: dict[nn.Parameter, str] = {}
+    first_group: dict[nn.Parameter, str] = {}
     for group, layers in by_group.items():
         for parameter in (p for layer in layers for p in layer.experts.parameters()):
-            if (other := found.setdefault(parameter, group)) != group:
+            if (other := first_group.setdefault(parameter, group)) != group:
                 raise ValueError(
                     f"layers of the expert-parallel groups {other!r} and {group!r} share "
                     "parameters of experts, and their gradients would be reduced over both groups. "

@@ -175,13 +175,13 @@ class StreamedPeer:
         return {_START: theta, _MOMENTUM: momenta}
 
     def _take(self, outer_states: Iterable[BlockState]) -> None:
-        for each in outer_states:
-            if not {_START, _MOMENTUM} <= set(each):
+        for state in outer_states:
+            if not {_START, _MOMENTUM} <= set(state):
                 log.warning("the resumed run has no state of an outer optimizer; its momentum "
                             "starts at zero")
                 self._kept = []
                 return
-            self._kept.append(_OuterState(self.trainer, each[_START], each[_MOMENTUM]))
+            self._kept.append(_OuterState(self.trainer, state[_START], state[_MOMENTUM]))
 
     def _average(self, meeting: bool) -> bool:
         self._steps_of_others = None
@@ -199,10 +199,10 @@ class StreamedPeer:
         return taken
 
     def _mine(self, blocks: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:
-        for number, mine in enumerate(blocks):
+        for number, tensors in enumerate(blocks):
             if self.replica.joining:
                 self._spread_counts(number)
-            yield mine
+            yield tensors
 
     def _spread_counts(self, number: int) -> None:
         """Send a block's buffers that are not floating-point numbers, which a joining peer uses."""
@@ -235,27 +235,27 @@ class StreamedPeer:
 
         Peers that already have this state keep their own weights, which may be some steps further.
         """
-        mine = self._digest()
-        first = mine.clone()
+        digest = self._digest()
+        first = digest.clone()
         self.replica.spread([first])
-        same = torch.equal(first, mine)
-        for number, (kept, own) in enumerate(zip(self._kept, blocks, strict=True)):
+        same = torch.equal(first, digest)
+        for number, (kept, tensors) in enumerate(zip(self._kept, blocks, strict=True)):
             flat_N, theta, momenta = kept.read()
-            buffers = [x.clone() for x in own[len(theta):]]
+            buffers = [x.clone() for x in tensors[len(theta):]]
             self.replica.spread([*theta, *momenta, *buffers])
             self._spread_counts(number)
             if not same:
-                for x, new in zip(own, [*theta, *buffers], strict=True):
+                for x, new in zip(tensors, [*theta, *buffers], strict=True):
                     x.copy_(new)
                 staged.append(self._kept[number].held.stage(flat_N))
             yield []
 
     def _digest(self) -> Tensor:
         """Return a digest of the outer optimizer's state and the number of steps, int64 [4]."""
-        found = blake2b(str(self.trainer.steps).encode(), digest_size=32)
+        digest = blake2b(str(self.trainer.steps).encode(), digest_size=32)
         for kept in self._kept:
-            found.update(kept.read()[0].numpy())
-        return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
+            digest.update(kept.read()[0].numpy())
+        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
                  ) -> Iterator[list[Tensor]]:
@@ -263,15 +263,15 @@ class StreamedPeer:
 
         The averaged values are used to set the block's new weights and buffers.
         """
-        for number, mine in enumerate(blocks):
+        for number, tensors in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()
             if self.replica.joining:
                 self.replica.spread([*theta, *momenta])
                 self._spread_counts(number)
-            weights = mine[:len(theta)]
+            weights = tensors[:len(theta)]
             for x, start in zip(weights, theta, strict=True):
                 torch.sub(start, x, out=x)
-            yield mine
+            yield tensors
             self.outer.step(theta, momenta, weights)
             for x, new in zip(weights, theta, strict=True):
                 x.copy_(new)

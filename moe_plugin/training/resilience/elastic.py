@@ -112,12 +112,12 @@ class ElasticReplica:
                 at the same address is found), or `MAX_LOST` consecutive steps were lost.
             ValueError: the models of the replicas differ.
         """
-        here = [gradient for gradient in gradients if gradient is not None]
+        tensors = [gradient for gradient in gradients if gradient is not None]
         self.healed = False
         self._meet()
-        reduced = self._reduce(here)
+        reduced = self._reduce(tensors)
         if not self._commit():
-            for counts in (x for x in here if not x.dtype.is_floating_point):
+            for counts in (x for x in tensors if not x.dtype.is_floating_point):
                 counts.zero_()  # the step is discarded
             return False
         _give_back(reduced)
@@ -306,11 +306,11 @@ class ReplicaSteps(RunFeature):
     def after_backward(self, gradients: StepGradients) -> None:
         """Average the gradients. Collective. Raises `LostStep` if a replica was lost."""
         assert self.replica is not None
-        here = [x for x in gradients.tensors() if x is not None]
+        tensors = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # NaN makes all replicas skip this step
-            here[0].fill_(float("nan"))
+            tensors[0].fill_(float("nan"))
         routed = self._modules.step_sums()
-        self.lost = not self.replica.average([*here, *routed])
+        self.lost = not self.replica.average([*tensors, *routed])
         if self.lost:
             for sums in routed:
                 sums.zero_()
@@ -325,7 +325,7 @@ class ReplicaSteps(RunFeature):
 
     def _state(self) -> dict[str, Any]:
         return {"modules": self._modules(), "progress": self._place.progress(),
-                "optimizers": [each.state_dict() for each in self._place.optimizers()]}
+                "optimizers": [optimizer.state_dict() for optimizer in self._place.optimizers()]}
 
     def _take(self, given: dict[str, Any]) -> None:
         self._modules.load(given["modules"])

@@ -134,10 +134,10 @@ def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
 
 
 def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
-    found: list[Limit | None] = []
+    limits: list[Limit | None] = []
     for layer in layers:
-        found += [layer.layouts.available.limit, layer.layouts.available.stash]
-    return list({id(limit): limit for limit in found if limit is not None}.values())
+        limits += [layer.layouts.available.limit, layer.layouts.available.stash]
+    return list({id(limit): limit for limit in limits if limit is not None}.values())
 
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],

@@ -54,9 +54,9 @@ class ExpertParallelSteps(RunFeature):
         world, begun, sent = self.world, time.perf_counter(), self.world.bytes_sent
         self.change(wanted)
         wait_for_device(world.device)
-        own = world.bytes_sent - sent
+        sent_bytes = world.bytes_sent - sent
         seconds = world.agree_max([time.perf_counter() - begun])[0]
-        sent_1 = torch.tensor([own], dtype=torch.int64, device=world.device)
+        sent_1 = torch.tensor([sent_bytes], dtype=torch.int64, device=world.device)
         record = ResizeRecord(step=number, host=self.host, before=self.size, after=wanted,
                               bytes=int(world.all_reduce(sent_1)), seconds=seconds)
         self.size = wanted

@@ -59,18 +59,18 @@ class Quorums:
         self._client, self._met, self._number, self.least_count = client, (), -1, 0
 
     def _quorum(self, **asked: Any) -> Any:
-        found = self._client._quorum(**asked)
-        met = (found.quorum_id, *sorted(found.replica_ids))
+        quorum = self._client._quorum(**asked)
+        met = (quorum.quorum_id, *sorted(quorum.replica_ids))
         # A request to heal in an unchanged quorum means that the lighthouse was restarted, and that
         # the other replicas have been in another quorum in the meantime.
-        if met != self._met or found.heal:
+        if met != self._met or quorum.heal:
             self._met = met
-            place = blake2b(repr((met, found.max_step)).encode(), digest_size=7).digest()
-            self._number = int.from_bytes(place, "big")
-            before = (max(found.max_step, LIVING) - LIVING) // IN_A_QUORUM
-            self.least_count = LIVING + max(before + 1, found.quorum_id) * IN_A_QUORUM
-        found.quorum_id = self._number
-        return found
+            digest = blake2b(repr((met, quorum.max_step)).encode(), digest_size=7).digest()
+            self._number = int.from_bytes(digest, "big")
+            before = (max(quorum.max_step, LIVING) - LIVING) // IN_A_QUORUM
+            self.least_count = LIVING + max(before + 1, quorum.quorum_id) * IN_A_QUORUM
+        quorum.quorum_id = self._number
+        return quorum
 
     def should_commit(self, *args: Any, **kwargs: Any) -> bool:
         """See torchft's client."""
@@ -149,32 +149,32 @@ class StepVotes(RunFeature):
     def batches(self, own: list[Any]) -> list[Any]:
         """Return the micro-batches of this rank's files. Collective."""
         every = gather_objects(own, "the batches of a step", self.group)
-        return self.deal([each for turn in itertools.zip_longest(*every) for each in turn])
+        return self.deal([batch for turn in itertools.zip_longest(*every) for batch in turn])
 
     def deal(self, in_turn: list[Any]) -> list[Any]:
         """Select the micro-batches of this rank's files from the micro-batches of all ranks in
         turn.
         """
         me, self.dealt = self.ballots.comm.rank, []
-        place, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
+        position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
         step = self.ballots.assignment.count * ranks
         for file in self.ballots.files:
             speaks = self.ballots.assignment.workers_of[file][0] == me
             # each rank of a worker gets the batches it would have had without votes
-            mine = in_turn[file * ranks + place::step]
+            own_batches = in_turn[file * ranks + position::step]
             most = max(1, len(in_turn[file * ranks::step]))
-            for i, batch in enumerate([*mine, *[None] * (most - len(mine))]):
+            for i, batch in enumerate([*own_batches, *[None] * (most - len(own_batches))]):
                 empty = batch is None or (isinstance(batch, list | dict) and not batch)
                 self.dealt.append(FileBatch(batch, i == 0, speaks and not empty))
-        return [each.batch for each in self.dealt]
+        return [file_batch.batch for file_batch in self.dealt]
 
     def files_dealt(self) -> list[list[Any]]:
         """Return this rank's micro-batches, grouped by file."""
-        found: list[list[Any]] = []
-        for each in self.dealt:
-            found += [[]] if each.begins else []
-            found[-1].append(each.batch)
-        return found
+        files: list[list[Any]] = []
+        for file_batch in self.dealt:
+            files += [[]] if file_batch.begins else []
+            files[-1].append(file_batch.batch)
+        return files
 
     def before_passes(self) -> Callable[[], None]:
         """Discard the answers of passes that are repeated."""
@@ -265,11 +265,11 @@ class StepVotes(RunFeature):
         self._report()
 
     def _report(self) -> None:
-        found = self.ballots.verdict()
+        verdict = self.ballots.verdict()
         first = self.ballots.comm.rank == self.ballots.worker.rank == 0
-        if first and (found.outvoted or found.undecided):
+        if first and (verdict.outvoted or verdict.undecided):
             logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
-                           self.ranks_of(found.outvoted), list(found.undecided))
+                           self.ranks_of(verdict.outvoted), list(verdict.undecided))
 
     def ranks_of(self, workers: Iterable[int]) -> list[int]:
         """Return the ranks of workers in the job, ascending."""

@@ -57,8 +57,8 @@ class WrongResultError(RuntimeError):
     def __str__(self) -> str:
         named = ", ".join(f"rank {rank} on {host}"
                           for rank, host in zip(self.ranks, self.hosts, strict=True))
-        one = len(self.ranks) == 1
-        remedy = ("take this machine out of the run" if one else
+        single = len(self.ranks) == 1
+        remedy = ("take this machine out of the run" if single else
                   "one of them is wrong, so check these machines")
         return (f"step {self.step}: {named} computed a different value for {self.where} than "
                 f"ranks with the same parameters and micro-batch; {remedy}, and resume from a "
@@ -169,8 +169,8 @@ class TwinCheck(RunFeature):
         padded = sums.new_zeros(most, 2)
         padded[:len(sums)] = sums
         every_WN2 = self.world.all_gather(padded.view(1, -1)).view(self.world.size, most, 2).cpu()
-        if all(torch.equal(rows, every_WN2[self._places.index(place)])
-               for rows, place in zip(every_WN2, self._places, strict=True)):
+        if all(torch.equal(rows, every_WN2[self._places.index(position)])
+               for rows, position in zip(every_WN2, self._places, strict=True)):
             return
         at, ranks = _first_difference(every_WN2.tolist(), self._places)
         hosts = self._hosts()
@@ -179,9 +179,9 @@ class TwinCheck(RunFeature):
 
     def _hosts(self) -> list[str]:
         name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
-        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self.world.device)
-        names = self.world.all_gather(mine).view(self.world.size, -1).cpu().tolist()
-        return [bytes(each).decode(errors="replace").strip() for each in names]
+        name_bytes = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self.world.device)
+        names = self.world.all_gather(name_bytes).view(self.world.size, -1).cpu().tolist()
+        return [bytes(encoded).decode(errors="replace").strip() for encoded in names]
 
 
 def _first_difference(sums: Sequence[Sequence[Any]],
@@ -193,8 +193,8 @@ def _first_difference(sums: Sequence[Sequence[Any]],
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
-        for place in sorted(set(places)):
-            ranks = [rank for rank, other in enumerate(places) if other == place]
+        for position in sorted(set(places)):
+            ranks = [rank for rank, other in enumerate(places) if other == position]
             values = [tuple(sums[rank][at]) for rank in ranks]
             value, votes = Counter(values).most_common(1)[0]
             if votes < len(ranks):
@@ -250,8 +250,8 @@ class _Recorder:
         """
         self.add("the loss", loss)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-        for (name, _), gradient in zip(named, found, strict=True):
+        grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+        for (name, _), gradient in zip(named, grads, strict=True):
             if gradient is not None:
                 self.add(f"the gradient of {name!r}", gradient)
 

@@ -44,7 +44,8 @@ def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
     """
     # compared as bytes, so that -0.0 and 0.0 differ and equal NaNs agree
     bytes_ = [copy.detach().contiguous().view(-1).view(torch.uint8) for copy in copies]
-    alike = [[j for j, other in enumerate(bytes_) if torch.equal(mine, other)] for mine in bytes_]
+    alike = [[j for j, other in enumerate(bytes_) if torch.equal(answer, other)]
+             for answer in bytes_]
     best = max(range(len(copies)), key=lambda i: (len(alike[i]), -i))
     return best, [j for j in range(len(copies)) if j not in alike[best]]
 
@@ -196,12 +197,13 @@ class Ballots:
         Collective in the worker.
         """
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
-        flags = torch.tensor([i in found for found, size in kinds for i in range(size)],
+        flags = torch.tensor([i in indices for indices, size in kinds for i in range(size)],
                              dtype=torch.int32, device=self.comm.device)
-        said = self.worker.all_reduce(flags, "max").split([size for _, size in kinds])
+        flags_by_kind = self.worker.all_reduce(flags, "max").split([size for _, size in kinds])
         self._outvoted.clear()
         self._undecided.clear()
-        outvoted, undecided = (tuple(each.nonzero().flatten().tolist()) for each in said)
+        outvoted, undecided = (tuple(kind_flags.nonzero().flatten().tolist())
+                               for kind_flags in flags_by_kind)
         return Verdict(outvoted, undecided)
 
 
@@ -307,11 +309,11 @@ class VotedGradients:
 
     def _gradients(self, loss: Tensor) -> Tensor:
         """Return the gradients of a file, and record how many rows it needed."""
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self._needed.append(needed_of(self._limits, self.ballots.comm.device))
         for limit in self._limits:
             limit.forget()
-        return flat_gradients(self.parameters, found)
+        return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
         """Return whether rows did not fit by vote, see `Ballots.rows_needed`. Collective."""

@@ -198,7 +198,7 @@ class JoinedTrainer:
                 wait(futures, self.timeout_s / BEATS, FIRST_EXCEPTION)
                 if not ended.is_set():
                     self._ask("beat")
-        return next(found for found in (future.result() for future in futures) if found)
+        return next(result for result in (future.result() for future in futures) if result)
 
     def _work(self, about: RoundId, micro_batches: MicroBatches, ended: threading.Event
               ) -> Message | None:
@@ -223,11 +223,11 @@ class JoinedTrainer:
 
     def _follow(self, members: list[list[tuple[Address, float, float]]]) -> None:
         """Use the same peers as the leading trainer."""
-        for stage, (there, here) in enumerate(zip(members, self.members.stages, strict=True)):
+        for stage, (there, current) in enumerate(zip(members, self.members.stages, strict=True)):
             new = {tuple(address): about for address, *about in there}
-            for address in set(here) - new.keys():
+            for address in set(current) - new.keys():
                 self.members.leave(stage, address)
-            for address in new.keys() - set(here):
+            for address in new.keys() - set(current):
                 self.members.serve(Member(address, *new[address]), stage)
 
     def _took(self, stage: int, number: int, address: Address, values: Message) -> bool:

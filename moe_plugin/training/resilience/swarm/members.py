@@ -127,16 +127,16 @@ class SwarmMembers:
         with self._changed:
             speeds = [self._throughput(stage) for stage in range(len(self._of))]
             slow = speeds.index(min(speeds))
-            best, found = speeds[slow], None
+            best, move = speeds[slow], None
             for stage, members in enumerate(self._of):
                 for member in members.values() if stage != slow and len(members) > 1 else ():
-                    own = self._wirings[stage].throughput(member.address)
-                    after = min(speeds[slow] + own, speeds[stage] - own,
+                    throughput = self._wirings[stage].throughput(member.address)
+                    after = min(speeds[slow] + throughput, speeds[stage] - throughput,
                                 *(s for i, s in enumerate(speeds) if i not in (slow, stage)))
-                    if after > best and after - speeds[slow] >= WORTH * own:
-                        moved = Member(member.address, member.bandwidth, own)
-                        best, found = after, (moved, stage, slow)
-            return found
+                    if after > best and after - speeds[slow] >= WORTH * throughput:
+                        moved = Member(member.address, member.bandwidth, throughput)
+                        best, move = after, (moved, stage, slow)
+            return move
 
     def _throughput(self, stage: int) -> float:
         return sum(self._wirings[stage].throughput(address) for address in self._of[stage])

@@ -106,14 +106,14 @@ class Connection:
     def _prove(self, side: bytes) -> None:
         """Exchange random numbers with the other side, and prove that both sides know the secret.
         """
-        other, mine = b"client" if side == b"server" else b"server", os.urandom(32)
+        other, nonce = b"client" if side == b"server" else b"server", os.urandom(32)
         self._socket.settimeout(PATIENCE_S)
-        self._socket.sendall(mine)
-        theirs = bytes(self._read(32, PATIENCE_S))
-        nonces = mine + theirs if side == b"client" else theirs + mine
+        self._socket.sendall(nonce)
+        their_nonce = bytes(self._read(32, PATIENCE_S))
+        nonces = nonce + their_nonce if side == b"client" else their_nonce + nonce
         self._socket.sendall(self._access.proof(side, nonces))
-        said = bytes(self._read(32, PATIENCE_S))
-        if not hmac.compare_digest(said, self._access.proof(other, nonces)):
+        proof = bytes(self._read(32, PATIENCE_S))
+        if not hmac.compare_digest(proof, self._access.proof(other, nonces)):
             raise ConnectionRefusedError("the other side does not know the secret; use the same "
                                          "secret on both sides")
 
@@ -294,11 +294,11 @@ def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
         while True:
             request = connection.receive()
             try:
-                found = answer(request)
+                reply = answer(request)
             except Exception as error:  # the client decides how to handle the error
-                found = {"error": f"{type(error).__name__}: {error}"}
-            if found is not None:
-                connection.send(found)
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            if reply is not None:
+                connection.send(reply)
     except _Closed:  # the client has no more requests
         return ""
     except OSError as error:

@@ -55,12 +55,12 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
         index, _ = checksums.open_json(path.read_text(encoding="utf-8"))
         step, names = int(index["step"]), list(index["stages"])
         if len(names) == stages:
-            found: list[Message | None] = []
+            states: list[Message | None] = []
             for name in names:
                 path = Path(folder) / name
                 checksums.verify(path)
-                found.append(trust.load(path, (), name))
-            return step, found
+                states.append(trust.load(path, (), name))
+            return step, states
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
             pickle.UnpicklingError) as error:
         raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}); use another folder "
@@ -129,12 +129,12 @@ class ServedStage:
         return float(loss), logged
 
     def _output(self, x: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
-        found = self.module(x, target) if self.takes_target else self.module(x)
-        return found if isinstance(found, tuple) else (found, None)
+        output = self.module(x, target) if self.takes_target else self.module(x)
+        return output if isinstance(output, tuple) else (output, None)
 
     def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
-        found = self.loss(out, _moved(target, self.device))
-        return found if isinstance(found, tuple) else (found, {})
+        result = self.loss(out, _moved(target, self.device))
+        return result if isinstance(result, tuple) else (result, {})
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
@@ -158,10 +158,10 @@ class ServedStage:
             if grad is None:
                 out, logged = self._loss_of(out, target)
             roots = [(out, None if grad is None else grad.to(out))]
-            own = [roots[0][0]] if grad is None else []
+            losses = [roots[0][0]] if grad is None else []
             if balance is not None:
                 roots.append((balance, None))
-                own.append(balance)
+                losses.append(balance)
             torch.autograd.backward(*zip(*roots, strict=True))
         grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float().cpu()
                  for p in self.parameters]
@@ -169,7 +169,7 @@ class ServedStage:
         self.module.zero_grad(set_to_none=True)
         with self._lock:
             self._pending[micro_batch] = torch.cat([*grads, given])
-        return x.grad, float(sum(loss.detach() for loss in own)), logged
+        return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
         """Add the gradients of a backward pass to the sum, after the trainer has used its answer.

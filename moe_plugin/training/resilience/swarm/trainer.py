@@ -205,9 +205,9 @@ class Swarm:
             threads = min(now.count, self.in_flight or 2 * len(self.members))
             with ThreadPoolExecutor(threads) as pool:
                 _results([pool.submit(work) for _ in range(threads)])
-            found = [now.found[number] for number in range(now.count)]
-            result.losses = [driven.loss for driven in found]
-            result.logged = [driven.logged for driven in found]
+            results = [now.found[number] for number in range(now.count)]
+            result.losses = [driven.loss for driven in results]
+            result.logged = [driven.logged for driven in results]
             result.by = [now.by[number] for number in range(now.count)]
             yield again
             done = True
@@ -323,11 +323,11 @@ class Swarm:
             left = [stage for stage in range(self.stages) if stage not in norms]
             self._redo(left, again)
             members = self.members.stages
-            found = self._ask_members("reduce", lambda stage, me: {
+            stage_norms = self._ask_members("reduce", lambda stage, me: {
                 "key": (self.steps, attempt), "members": members[stage], "me": me,
                 "micro_batches": self._taken_by(stage, members[stage][me]),
                 "bandwidths": self.members.bandwidths(stage)}, left, members)
-            norms.update({stage: norm for stage, norm in found.items()
+            norms.update({stage: norm for stage, norm in stage_norms.items()
                           if not self._missing([stage], members)})
             if len(norms) == self.stages:
                 return sum(norm ** 2 for norm in norms.values()) ** 0.5
@@ -369,20 +369,20 @@ class Swarm:
             asked = {(stage, address): pool.submit(ask, address, what, 3 * self.timeout_s,
                                                    self._access, **values(stage, me))
                      for stage in chosen for me, address in enumerate(members[stage])}
-        found, failed = {}, set()
+        norms, failed = {}, set()
         for (stage, address), future in asked.items():
             try:
                 answer = future.result()
                 if not answer.get("complete", True):
                     raise ConnectionError("gradients computed by this peer are missing")
-                found[stage] = answer.get("norm", 0.0)
+                norms[stage] = answer.get("norm", 0.0)
             except (OSError, PeerError) as error:
                 failed.add(stage)
                 # a peer that cannot sum has waited for another peer, which is removed instead
                 if what != "reduce" or isinstance(error, OSError):
                     self._ban(stage, address, error)
         self._all_served()
-        return {stage: norm for stage, norm in found.items() if stage not in failed}
+        return {stage: norm for stage, norm in norms.items() if stage not in failed}
 
     def _state(self, stage: int) -> Message:
         while True:
