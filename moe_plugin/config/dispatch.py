@@ -18,8 +18,8 @@ class CommConfig(SettingsSection):
     PATH = "comm."
 
     all_to_all: str | None = option(None, "all-to-all algorithm, by registered name: linear, 2dh, "
-                                    "leader or native; auto measures the algorithms and chooses "
-                                    "the fastest. Default (none): auto if the group spans several "
+                                    "leader or native; auto measures and chooses the fastest "
+                                    "algorithm. Default (none): auto if the group spans several "
                                     "nodes, else linear", flag="all-to-all")
     topology: str = option("detect", "which ranks share a node: detect (from the launcher and the "
                            "host names), a number of ranks per node, or a YAML file with nodes: "

@@ -119,7 +119,7 @@ class OffloadConfig(SettingsSection):
     activations: str = option(
         "keep", "how each transformer layer stores its activations until backward. keep: on the "
         "device; recompute: only the layer's input, and the rest is recomputed in backward; swap: "
-        "copied to host memory (on a CPU: to disk) and back before use; auto: one of the three for "
+        "copied to host memory (on a CPU: to disk) and back before use; auto: one of these for "
         "each layer, chosen to fit offload.memory from measurements in the first steps. A list "
         "gives the choice for each layer of the model, in the order of forward: "
         "recompute,keep,recompute,keep", flag="activations")

@@ -284,7 +284,7 @@ def test_second_names(tmp_path) -> None:
              lambda: config_from_flags({"moe_overlap": "2", "moe_overlap_degree": "4"})],
     ids=["file", "code", "flags"])
 def test_a_setting_under_both_names(call) -> None:
-    words = "parallel.overlap_degree=4 and parallel.d=2 name the same"
+    words = "parallel.overlap_degree=4 and parallel.d=2 set the same"
     with pytest.raises(ValueError, match=words):
         call()
 

@@ -90,7 +90,7 @@ def test_each_tree_takes_its_own_settings_alone(tmp_path: Path) -> None:
 
 def test_every_setting_of_a_run_has_a_reader_without_a_host() -> None:
     for path in flatten(to_dict(RunConfig())):
-        assert re.match("call|give|use", reader_of(path))
+        assert re.match("call|pass|use", reader_of(path))
 
 
 class OneExpert(nn.Module):
