@@ -473,7 +473,7 @@ def test_a_stage_without_peers_and_a_saved_folder(tmp_path: Path) -> None:
         made.signal(signal.SIGKILL, 0)
         with pytest.raises(RuntimeError, match="no peer of stage|has no peer"):
             losses(swarm, [3])
-        with pytest.raises(RuntimeError, match="continue from the last folder of `save`"):
+        with pytest.raises(RuntimeError, match="resume from the last folder of `save`"):
             losses(swarm, [3])
         swarm.close()
     with crew() as made:
