@@ -64,7 +64,7 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     for word in ("Devices", "Packages", "dispatcher", "Self check", "the layer works here",
                  "fairseq --optimizer adam", "--moe-fused-adam", "torch.optim.AdamW",
                  "torch.nn.RMSNorm", "torch._foreach_norm",
-                 "vision: its epochs are passes over all images"):
+                 "vision: each epoch is a pass over all images"):
         assert word in text
     assert [line for line in text.splitlines() if len(line) >= 200] == []
 

@@ -98,4 +98,4 @@ def test_a_tier_that_fails_ends_the_other_ranks_at_once(use, rank, why, tmp_path
     [error, said], [waiting] = found[rank], found[1 - rank]
     assert said.startswith(f"rank {rank} of the job gave up: ") and folder in said and error in said
     assert said in waiting and re.search(why, waiting), waiting
-    assert "did not come within" not in waiting
+    assert "did not join within" not in waiting

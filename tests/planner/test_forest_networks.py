@@ -184,7 +184,7 @@ def test_what_is_no_network_is_refused(tmp_path: Path) -> None:
     refused(path, "ranks: [a, b]\nlinks: [[a, b, -3]]", "-3; write a number")
     refused(path, "ranks: [a, b]\none_way: [[a, b, 2], [b, a, 1]]", "Both must be equal")
     refused(path, "ranks: [a, b, c]\nlinks: [[a, b, 2]]", "no path connects 'a' with 'c'")
-    refused(path, "- a\n- b\n", "holds a list")
+    refused(path, "- a\n- b\n", "contains a list")
     refused(path, "\x00\x01", "is not YAML")
     refused(path, "ranks: 2\nlinks: [['0', '1', 1]]", "add the nodes to the file", nodes=2)
     refused(path, SWITCHED.replace("\tNIC0\tNIC1\tNIC2", "").replace("NIC", "#"),

@@ -119,7 +119,7 @@ def test_peers_and_trainers_come_and_go(data: str, tmp_path: Path) -> None:
     assert numbers(records(log)) == pytest.approx(numbers(whole), rel=CLOSE)
     joined = numbers(records(tmp_path / "join.jsonl"))
     assert joined == pytest.approx(numbers(whole)[-len(joined):], rel=CLOSE)
-    assert len(re.findall("peer .* has come", run.said("lead"))) == 5
+    assert len(re.findall("peer .* has connected", run.said("lead"))) == 5
     assert int(re.findall(r"this trainer drove (\d+) micro", run.said("join"))[0]) > 0
     (saved / "latest_checkpointed_iteration.txt").write_text("8")
     rest, swarm[1] = tmp_path / "rest.jsonl", f"127.0.0.1:{free_port()}"

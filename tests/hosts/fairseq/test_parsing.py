@@ -104,7 +104,7 @@ def test_no_capacity_as_a_flag_is_enough(corpus: Corpus, tmp_path: Path) -> None
     few, none, all_ = (_numbers(log) for log in logs)
     assert none == all_ != few and none["overflow_expert1"] == none["test_overflow_expert1"] == "0"
     assert float(few["test_overflow_expert1"]) > 50  # 0.3 of an even load is kept at most
-    assert "because nothing reads it beside the flags: " in logs[1]
+    assert "because the flags make it ineffective: " in logs[1]
 
 
 def _numbers(log: str) -> dict[str, str]:

@@ -68,7 +68,8 @@ def test_two_ranks_that_are_stopped_say_once_what_was_kept(
     save, line, log = two_ranks
     [said] = [each for each in own_lines(log) if "INFO" not in each]
     found = re.fullmatch(
-        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; the same command goes on", said)
+        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; "
+        "the same command resumes the run", said)
     assert found and 10 <= int(found[2]) <= int(found[1])
     assert log.count("stopped at step") == 1
     assert "KeyboardInterrupt" not in log and "CommError" not in log
@@ -82,7 +83,7 @@ def test_spawned_ranks_that_are_stopped_say_it_once(corpus: Corpus, tmp_path: Pa
             "--distributed-world-size 2")
     log = stopped(command("fairseq-train", line), '"num_updates": "3"', tmp_path / "log",
                   environment())
-    assert len(re.findall(r"^stopped at step \d+; nothing was to be saved$", log, re.M)) == 1
+    assert len(re.findall(r"^stopped at step \d+; no checkpoints were requested$", log, re.M)) == 1
     assert log.count("stopped at step") == 1
     assert not [word for word in ("KeyboardInterrupt", "CommError", "Traceback") if word in log]
 

@@ -43,7 +43,7 @@ def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_pa
                   environment())
     _check_beginning(log.partition("death signal")[0].splitlines(), save)
     [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {save}; "
-                                 "the same command goes on$", log, re.M)
+                                 "the same command resumes the run$", log, re.M)
     assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
     assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
     before = {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")}

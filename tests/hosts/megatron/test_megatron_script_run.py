@@ -72,7 +72,7 @@ def test_the_log_has_every_step_and_rows_that_do_not_fit_are_repeated(
         quiet_run: tuple[list[str], Path], tmp_path: Path) -> None:
     """The losses are those of native Megatron's line in a run without a bound."""
     lines, folder = quiet_run
-    assert any("its bound is larger now, and it is repeated" in line for line in lines)
+    assert any("the bound was raised, and the step is repeated" in line for line in lines)
     plain = train(2, *EP2, "--log-file", str(tmp_path / "plain.jsonl"))
     for path in (folder / "log.jsonl", tmp_path / "plain.jsonl"):
         seen = by_step(path)
@@ -110,7 +110,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_where_it_stoppe
     assert f"Training resumes from the older checkpoint {folder}/iter_0000004" in log
     assert f"goes on from iteration 4, of {folder}" in log
     [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {folder}; "
-                                 "the same command goes on$", log, re.M)
+                                 "the same command resumes the run$", log, re.M)
     assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
     assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
 

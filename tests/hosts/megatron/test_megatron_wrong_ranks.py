@@ -127,7 +127,7 @@ UNGUARDED = [
     ([*VOTES, "--context-parallel-size", "2"], "--context-parallel-size"),
     ([*VOTES, "--use-distributed-optimizer"],
      "what one rank updates for all cannot be voted on"),
-    ([*VOTES, "--moe-router", "sigmoid_bias"], "this is not voted on"),
+    ([*VOTES, "--moe-router", "sigmoid_bias"], "are not voted on"),
     ([*VOTES, "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"],
      "follow loads that every rank reports"),
     ([*VOTES, "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size"),

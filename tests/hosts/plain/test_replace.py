@@ -292,7 +292,7 @@ def test_a_layer_takes_names_and_dicts() -> None:
     assert MoELayer(16, router={"name": "cosine", "top_k": 1}).config.router.top_k == 1
     with pytest.raises(ValueError, match=r"router.top_k is given twice"):
         MoELayer(16, router={"top_k": 1}, top_k=2)
-    with pytest.raises(ValueError, match="router='switch' beside a whole MoEConfig"):
+    with pytest.raises(ValueError, match="router='switch' is given together with a whole MoE"):
         MoELayer(named_config(16), router="switch")
     with pytest.raises(ValueError, match="router.top_k=9 .* <= num_experts=8"):
         MoELayer(16, top_k=9)
