@@ -40,7 +40,7 @@ def test_one_rank_with_another_norm_ends_no_run(wrong: float,
         for rank in range(3):
             norms = [wrong if each == rank else 1.5 for each in range(3)]
             assert run_simulated(3, lambda comm, norms=norms: checked(comm, norms)) == [""] * 3
-    assert [record.getMessage().split("most: ")[1] for record in caplog.records] == [
+    assert [record.getMessage().split("majority: ")[1] for record in caplog.records] == [
         "[0]", "[1]", "[2]"]
 
 

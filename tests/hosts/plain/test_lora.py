@@ -174,7 +174,7 @@ def test_16_bits_under_autocast_and_dropout() -> None:
 @pytest.mark.fast
 def test_what_has_no_answer_is_refused() -> None:
     for settings, said in (
-            ({"rank": 0}, "rank=0 must be >= 1"), ({"experts": [4]}, "4, but layer .* has the experts 0..3"),
+            ({"rank": 0}, "rank=0 must be >= 1"), ({"experts": [4]}, "4, but layer .* 0..3"),
             ({"rank_pattern": {"first.*": -1}}, "rank_pattern=.*-1, but ranks must be >= 0"),
             ({"targets": "down"}, "targets='down' must be a list of gate_up, down"),
             ({"experts": []}, "leaves no expert with an adapter")):
@@ -182,7 +182,7 @@ def test_what_has_no_answer_is_refused() -> None:
             add_lora(MoEBlock(8, num_experts=4), **settings)
     with pytest.raises(ValueError, match="Linear has no MoELayer.*swap_moe_blocks"):
         add_lora(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="has experts of the type StoredExperts.*experts.store=device"):
+    with pytest.raises(ValueError, match="of the type StoredExperts.*experts.store=device"):
         add_lora(MoEBlock(8, num_experts=4, experts={"store": "host"}))
     with pytest.raises(ValueError, match="no experts with adapters.*add_lora"):
         merge_lora(Model(LocalComm()))

@@ -144,7 +144,7 @@ def test_modules_that_share_parameters_are_refused(which: str) -> None:
     for index in (0, 2) if which == "both" else (int(which),):
         two[index].weight = one[index].weight
     model = nn.Sequential(one, two)
-    with pytest.raises(ValueError, match="modules '0' and '1' share parameters.* Use the same module"):
+    with pytest.raises(ValueError, match="modules '0' and '1' share parameters.* Use the same"):
         replace_ffn(model, num_experts=4)
     assert model[0] is one and model[1] is two
     assert replace_ffn(model, num_experts=4, match="1") == ["1"]
@@ -262,7 +262,7 @@ def test_transformers_write_and_read_replaced_models(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("model", "every", "words"), [
-    (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1, "Pass a model that contains it"),
+    (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1, "a model that contains it"),
     (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1,
      "wrap them in their own nn.Sequential"),
     (nn.TransformerEncoderLayer(8, 2, 16, device="meta"), 1, "this model is on the meta device"),

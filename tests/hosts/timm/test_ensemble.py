@@ -87,7 +87,7 @@ def test_features_are_shared_after_any_module() -> None:
     torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
     model.train()
     assert not torch.allclose(model(x), model(x))  # drawn
-    with pytest.raises(ValueError, match="ensemble_share_after=patch_embed .*only at ensemble_from=layers.1"):
+    with pytest.raises(ValueError, match="share_after=patch_embed .*at ensemble_from=layers.1"):
         build_ensemble(SMALL, 4, 2, begin="layers.1", share_after="patch_embed", sharing=0.5)
     with pytest.raises(ValueError, match="ensemble_from=layers.7 is not a module"):
         build_ensemble(SMALL, 4, 2, begin="layers.7")

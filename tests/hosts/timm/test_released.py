@@ -251,7 +251,7 @@ def test_incomplete_files_change_nothing(tmp_path: Path) -> None:
     model = build(TINY, 3)
     before = {name: p.clone() for name, p in model.named_parameters()}
     write(tmp_path / "a.pth", common, experts[:6])
-    with pytest.raises(CheckpointError, match="4 experts according to the files, the 6 files contain 6"):
+    with pytest.raises(CheckpointError, match="4 experts .* the 6 files contain 6"):
         read_published(model, tmp_path / "a.pth")
     write(tmp_path / "a.pth", common, experts)
     with pytest.raises(CheckpointError, match="preset swin_moe_s or swin_moe_b"):

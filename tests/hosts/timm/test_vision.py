@@ -163,7 +163,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     broken = dict(state["model"])
     broken["layers.0.blocks.0.attn.qkv.bias"] = torch.zeros(3)  # of the weights that are offered
     torch.save({"model": broken}, file)
-    with pytest.raises(CheckpointError, match="'layers.0.blocks.0.attn.qkv.bias' exists only in the file"):
+    with pytest.raises(CheckpointError, match="'layers.0.blocks.0.attn.qkv.bias' exists only in"):
         read_published(model, path)
     broken = {**state["model"], "head.bias": torch.zeros(3)}
     torch.save({"model": broken}, file)
@@ -427,7 +427,7 @@ def test_images_with_masks_are_no_classes(tmp_path_factory: pytest.TempPathFacto
                                           capsys: pytest.CaptureFixture[str]) -> None:
     masked = some(image_folder(tmp_path_factory, "digits-with-masks"), tmp_path / "masked", 2)
     assert main(["--data", str(masked), "--out", str(tmp_path / "out")]) == 2
-    assert re.search("train has the folders images and masks .* Use --task segment", capsys.readouterr().err)
+    assert re.search("train has the folders images and .*--task segment", capsys.readouterr().err)
 
 
 def _continues(data: Path, out: Path, rank_out: Path) -> str:
