@@ -91,7 +91,7 @@ def check_short_answer(out: str, err: str) -> None:
     assert err == ""
     assert lines[0].startswith("Verdict: the layer works here (")
     assert lines[2] == "Problems: none" and len(lines) < 40
-    assert "cannot be chosen" not in out and "doctor --all" in lines[-1]
+    assert "cannot be selected" not in out and "doctor --all" in lines[-1]
 
 
 def test_the_verdict_does_not_wait_for_the_hosts(monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +121,7 @@ def test_problems_are_named(monkeypatch: pytest.MonkeyPatch, no_hosts: None,
     assert main(["doctor"]) == 0  # the layer works
     problems = capsys.readouterr().out.split("Problems:\n")[1].split("\n\n")[0].splitlines()
     assert problems[0] == "  fairseq 0.12.2: does not import: no module named x"
-    assert problems[1].startswith("  a GPU's driver is loaded, and ")
+    assert problems[1].startswith("  the driver of a GPU is loaded, but ")
     assert "  experts' silu: by torch: no C compiler is found, which is slower" in problems
 
 

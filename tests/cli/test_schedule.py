@@ -109,7 +109,7 @@ def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
     ring = Network.from_dict({"ranks": 3, "one_way": [["0", "1", 2], ["1", "2", 2], ["2", "0", 2]]})
     assert "0 to 1: 2 GB/s" in drawing(plan(ring, "all_gather"))
     large = replace(plan(ring, "all_gather"), network=preset("star:300"))
-    with pytest.raises(ValueError, match="has 301 nodes, too many to draw"):
+    with pytest.raises(ValueError, match="has 301 nodes, which is too many to draw"):
         drawing(large)
 
 

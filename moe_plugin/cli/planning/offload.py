@@ -1,5 +1,4 @@
-"""Plans for memory as text and as plain values: what each block does, and what else it would cost.
-"""
+"""Format memory plans as text and as plain values, with the cost of alternatives for each block."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 
 def keep_all_bytes(plan: SwapPlan) -> int:
-    """Bytes of the device that keeping everything needs."""
+    """Return the bytes of the device that are needed to keep all activations."""
     held = most = 0
     for block in plan.problem.blocks:
         held += block.activation_bytes
@@ -22,8 +21,9 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """By block, the seconds that a step would take longer with each other decision for it; inf: it
-    does not fit.
+    """Return, for each block, the additional seconds per step of each other decision.
+
+    The value is inf if a decision does not fit into memory.
     """
     found = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
@@ -37,7 +37,7 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """A plan as plain values for JSON; None stands for what does not fit."""
+    """Return a plan as plain values for JSON. None replaces values that do not fit."""
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
         "compute_s": plan.problem.compute_s, "peak_bytes": plan.outcome.peak,
@@ -57,7 +57,7 @@ def _finite(value: float) -> float | None:
 
 
 def explain(plan: SwapPlan, name: str = "model") -> str:
-    """Decisions with their reasons, the step's time next to those of uniform decisions, memory."""
+    """Return the decisions with their reasons, the step time of uniform decisions, and memory."""
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))
     lines = [
@@ -89,8 +89,8 @@ def _times(plan: SwapPlan) -> list[str]:
         else:
             need = f" ({show_size(keep_all_bytes(plan))})" if decision == KEEP else ""
             rows.append((f"{decision} all", f"does not fit{need}"))
-    proof = ("no other decisions take less" if plan.proved else
-             f"no decisions take less than {show_time(plan.bound_s)}; these were searched")
+    proof = ("no other decisions are faster" if plan.proved else
+             f"no decisions are faster than {show_time(plan.bound_s)}; these are the best found")
     return [*(f"  {what:16}{value}" for what, value in rows), f"  {proof}"]
 
 
@@ -99,7 +99,7 @@ def _change(seconds: float) -> str:
 
 
 def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
-    """Cuts as plain values for JSON."""
+    """Return the segments as plain values for JSON."""
     return {
         "seconds": plan.seconds, "micro_batches": plan.model.batches, "segments": list(plan.counts),
         "hides": plan.hides, "fill_s": plan.fill_s, "stall_s": plan.stall_s,
@@ -109,7 +109,7 @@ def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
 
 
 def explain_stream(plan: StreamPlan, name: str = "model") -> str:
-    """Segments, whether their copies are hidden, the step's time and memory."""
+    """Describe the segments, whether their copies are hidden, the step time, and memory."""
     model = plan.model
     whole = model.base + sum(layer.weight_bytes for layer in model.layers)
     lines = [
