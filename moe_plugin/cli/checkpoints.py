@@ -252,7 +252,7 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Print a note if a model comes with its own code, which is not run.
+    """Print a note if a model includes its own code, which is not run.
 
     Raises:
         ValueError: the configuration refers to code in another repository, which transformers would
@@ -269,7 +269,8 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_hf(args: argparse.Namespace) -> int:
-    """Compare our layers with a Hugging Face model's own. Returns 0 within the tolerance."""
+    """Compare our layers with a model's own. Returns 0 if the difference is within the tolerance.
+    """
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config

@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error ends the command with one line on stderr; `--verbose` shows its traceback.
 
-    Returns: the exit status. 0 is success, 1 means that the command failed or found a problem, and
-        2 means bad arguments.
+    Returns: the exit status: 0 for success, 1 if the command failed or found a problem, and 2 for
+        bad arguments.
     """
     own = argv is None  # whether this process runs only this command
     argv = list(sys.argv[1:] if argv is None else argv)

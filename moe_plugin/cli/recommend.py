@@ -128,8 +128,8 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
                                       grid, wanted, strict=True):
         if want > 1 and have == 1:
             raise ValueError(f"--{name} {want} needs measurements of the exchange between two "
-                             f"{unit}, which {grid[0]}x{grid[1]} ranks cannot provide. Start the "
-                             f"command on two {unit} or more")
+                             f"{unit}, which are impossible with {grid[0]}x{grid[1]} ranks. Start "
+                             f"the command on two {unit} or more")
 
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,

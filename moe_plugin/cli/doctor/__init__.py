@@ -3,8 +3,8 @@
 The command also prints the commands that install what is missing. With `--all` it adds the
 packages, unsupported features of the hosts, and stored measurements.
 
-The exit status is 0 if the layer works, which means that a tiny forward and backward pass agrees
-with a dense computation. Otherwise it is 1.
+The exit status is 0 if the layer works, and otherwise 1. The layer works if a tiny forward and
+backward pass agrees with a dense computation.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def devices() -> list[dict[str, str]]:
 def _widened() -> str:
     names = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16)
              if in_float32(dtype)]
-    return f"; experts' products of {' and '.join(names)} in float32: no instructions for them" \
+    return f"; computes experts in {' and '.join(names)} as float32, for lack of instructions" \
         if names else ""
 
 
@@ -138,7 +138,7 @@ def compiled() -> list[dict[str, str]]:
     found.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
                   functions.why_not(None)))
     return [{"name": name, "state": "not available" if reason else "active",
-             "what": f"by torch: {reason}" if reason else ""} for name, reason in found]
+             "what": f"computed by torch: {reason}" if reason else ""} for name, reason in found]
 
 
 def _why_no_cuda() -> str:

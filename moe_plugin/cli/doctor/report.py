@@ -245,7 +245,7 @@ def _ranks(row: dict[str, Any]) -> str:
 def _missing(report: dict[str, Any]) -> str:
     lines = [f"  {r['name']} ({r['use']}):\n    {r['install']}"
              for r in report["packages"] if r["install"]]
-    return "\n".join(["Missing, and the command that installs it", *lines]) if lines else ""
+    return "\n".join(["Missing packages, with install commands", *lines]) if lines else ""
 
 
 def _load(load: str) -> str:

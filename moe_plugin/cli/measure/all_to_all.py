@@ -62,7 +62,7 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make.
+    """A plan of measurements.
 
     Attributes:
         names: names of the algorithms.
@@ -147,8 +147,8 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
     """Return the seconds of each repeat over all ranks.
 
-    If all ranks share one clock, this is the time from the first begin to the last end. Otherwise
-    it is the time of the slowest rank.
+    If all ranks share one clock, a repeat lasts from the first begin to the last end. Without a
+    shared clock, the time of the slowest rank is used.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -193,7 +193,7 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 def messages_out(topology: Topology, name: str) -> float | None:
     """Return the messages that leave one node, by a formula or counted on simulated ranks.
 
-    For nodes of unequal size the result is the mean. For large groups of such nodes it is None.
+    For nodes of unequal size the result is the mean, or None if the group is large.
     """
     known = "linear" if name == "native" else name
     if topology.uniform_nodes and known in COSTS:
@@ -220,7 +220,7 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 
 def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Return the measurements and a description of the ranks. Empty on ranks other than 0."""
+    """Return the measurements and a description of the ranks. Only rank 0 gets measurements."""
     if args.repeats < 1:
         raise ValueError(f"--repeats {short(args.repeats)} must be >= 1, e.g. 7")
     memory = memory_bytes(torch.device("cpu")) or float("inf")

@@ -58,7 +58,7 @@ def grid_of(comm: Comm) -> tuple[int, int]:
     sizes = sorted({len(node) for node in nodes})
     if len(sizes) > 1:
         raise ValueError(f"the nodes have {sizes} ranks, but plans need the same number of ranks "
-                         "on each node. Start as many ranks on each node")
+                         "on each node. Start the same number of ranks on each node")
     return len(nodes), sizes[0]
 
 

@@ -59,8 +59,8 @@ def plot_model(rows: list[dict[str, Any]], path: str) -> None:
 
 NAMES = {
     "tp": "tensor parallel", "pp": "pipeline stages", "expert_ranks": "expert group",
-    "micro_batch": "micro-batch", "r": "r", "d": "pieces d", "algorithm": "all-to-all",
-    "send": "a token sent as"
+    "micro_batch": "micro-batch", "r": "parallel.r", "d": "pieces", "algorithm": "all-to-all",
+    "send": "dispatch.send"
 }
 
 
@@ -117,7 +117,7 @@ def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
 
 
 def head_room(device: Device) -> str:
-    """Return a line that says how much memory plans may use, and why not all of it."""
+    """Return a line about the memory that plans may use, and why they may not use all of it."""
     usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
     return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "
             "for fragmentation and libraries")

@@ -39,7 +39,7 @@ class Report:
     Attributes:
         schedule: the schedule.
         size: bytes of the result.
-        ways: the compared algorithms, with the schedule first. Empty with one rank.
+        ways: the compared algorithms, with the schedule first; empty with one rank.
         planned_s: seconds that planning took.
         note: assumptions about the network.
     """
@@ -96,10 +96,10 @@ def _parts_words(schedule: Schedule) -> str:
     network, parts = schedule.network, schedule.parts
     width = sum((network.out_of(part) for part in parts), Fraction(0))
     single = all(sum(rank in part for rank in network.ranks) == 1 for part in parts)
-    what = ("Each rank by itself" if single and len(parts) == len(network.ranks) else
+    what = ("Each rank separately" if single and len(parts) == len(network.ranks) else
             "; ".join(_nodes(network, part) for part in parts[:3]) + "; ..." * (len(parts) > 3))
-    return (f"{what}, {len(parts)} parts: every piece must leave all of them but its root's, and "
-            f"its sum must come back; {number(width)} GB/s lead out of them in total. "
+    return (f"{what}, {len(parts)} parts: every part except the root's must send its share of a "
+            f"piece and receive the sum; {number(width)} GB/s lead out of the parts in total. "
             f"2 ({len(parts)} - 1) / {number(width)} = "
             f"{schedule.inverse_rate / len(network.ranks)} s per GB of the result.")
 
@@ -134,9 +134,9 @@ def number(value: Fraction | float) -> str:
 def trees_words(schedule: Schedule) -> str:
     """Describe how many trees there are and the bandwidth of each."""
     kinds = len(schedule.trees)
-    whose = "together" if schedule.overlap else "of each rank"
+    whose = "together" if schedule.overlap else "per rank"
     return (f"k = {schedule.k} trees {whose}, {number(schedule.unit)} GB/s each; {kinds} different "
-            f"tree{'s' * (kinds != 1)} to carry out")
+            f"tree{'s' * (kinds != 1)} in total")
 
 
 def share_words(schedule: Schedule) -> str:
@@ -186,5 +186,5 @@ def text(report: Report) -> str:
     ]
     if len(report.ways) == 1:
         lines.append(f"(other algorithms are compared only up to {MOST_RANKS} ranks)")
-    lines.append("limit: of the busiest wire, reached as the number of chunks grows")
+    lines.append("limit: time of the busiest wire, approached as the number of chunks grows")
     return "\n".join(lines)

@@ -29,8 +29,8 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
     Args:
         model: the model.
         plan: the plan.
-        auto: whether the tuner may change the plan's layout during training. It then sends a
-            token's row once per expert (`rows`) at first.
+        auto: whether the tuner may change the plan's layout during training. The tuner starts with
+            one row per token and expert (`rows`).
         keeps_send: whether the tuner must not change `dispatch.send`, see `plan_cost.needs_send`.
     """
     parallel: dict[str, Any] = {
@@ -132,7 +132,7 @@ class LaunchCommand:
         ranks_per_node: number of processes per node.
         head: address of the first node. Needed with several nodes.
         cpu: whether to train on the CPU.
-        threads: number of CPU threads of each rank. 0 means no limit.
+        threads: number of CPU threads of each rank, or 0 for no limit.
         data: folder (fairseq) or prefix (Megatron) of the data.
         config: the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
@@ -242,7 +242,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script with the launch line. Arguments of the script are added to the line."""
+    """Return a shell script with the launch line, which appends the script's arguments."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

@@ -37,7 +37,7 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """Return a plan as plain values for JSON. None replaces values that do not fit."""
+    """Return a plan as plain values for JSON. Decisions that do not fit have the value None."""
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
         "compute_s": plan.problem.compute_s, "peak_bytes": plan.outcome.peak,
@@ -75,9 +75,9 @@ def explain(plan: SwapPlan, name: str = "model") -> str:
     lines += ["", "step time (predicted)", *_times(plan)]
     outcome = plan.outcome
     lines.append(
-        f"peak {show_size(outcome.peak)}; computing is busy {100 * outcome.occupancy:.1f} % and "
-        f"waits {show_time(outcome.stall_s)}; {show_size(outcome.moved_out)} out and "
-        f"{show_size(outcome.moved_in)} in")
+        f"peak {show_size(outcome.peak)}; computing is busy {100 * outcome.occupancy:.1f} % of the "
+        f"time and waits {show_time(outcome.stall_s)}; {show_size(outcome.moved_out)} copied out, "
+        f"{show_size(outcome.moved_in)} copied in")
     return "\n".join(lines)
 
 
@@ -126,6 +126,6 @@ def explain_stream(plan: StreamPlan, name: str = "model") -> str:
               f"computing waits {show_time(plan.stall_s)}; accumulate more micro-batches")
     lines += ["", f"step time (predicted) {show_time(plan.seconds)}, first load "
               f"{show_time(plan.fill_s)}; {stalls}",
-              f"peak {show_size(plan.outcome.peak)}; {show_size(plan.outcome.moved_in)} in and "
-              f"{show_size(plan.outcome.moved_out)} out"]
+              f"peak {show_size(plan.outcome.peak)}; {show_size(plan.outcome.moved_in)} copied in, "
+              f"{show_size(plan.outcome.moved_out)} copied out"]
     return "\n".join(lines)

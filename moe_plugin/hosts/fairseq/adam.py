@@ -48,7 +48,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     @property
     def optimizer(self) -> BlockOptimizers:
-        """This object, because there is no single torch optimizer."""
+        """This object itself, because a streamed model has no single torch optimizer."""
         return self
 
     @property
@@ -68,7 +68,7 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the norm of all gradients. They are clipped when their block is updated."""
+        """Return the norm of all gradients. Gradients are clipped when their block is updated."""
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
@@ -161,10 +161,10 @@ class FairseqNorm:
     with the sum of squares of all experts' gradients.
 
     Args:
-        max_norm: upper bound of the norm of all gradients. 0 means no clipping.
-        size: function that returns the size of the step, by which gradients are divided. It is
-            called after the passes of the last block. None in 16 bits, where gradients are
-            multiplied by the factor passed to `multiply` and are not clipped.
+        max_norm: upper bound of the norm of all gradients, or 0 for no clipping.
+        size: function that returns the size of the step, by which gradients are divided. The
+            function is called after the passes of the last block. In 16 bits `size` is None, and
+            gradients are multiplied by the factor passed to `multiply` and are not clipped.
     """
 
     def __init__(self, max_norm: float, size: Callable[[], float] | None) -> None:

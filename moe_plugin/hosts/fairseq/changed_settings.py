@@ -73,7 +73,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
 
 def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
-    """Return the declared defaults of a group's settings. Empty if no defaults are declared."""
+    """Return the declared defaults of a group's settings, or {} if no defaults are declared."""
     name = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
@@ -93,8 +93,8 @@ def _fields(record: Any) -> dict[str, Any]:
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of a model that declares its settings as arguments.
 
-    These are the defaults of the arguments, or else those of the architecture with the model's
-    name. (fairseq's transformer arguments have no defaults.)
+    The defaults of the arguments come first. Arguments without a default, such as those of
+    fairseq's transformer, get the value of the architecture with the model's name.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:

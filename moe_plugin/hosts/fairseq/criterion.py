@@ -219,7 +219,7 @@ class _ConfidentOracle(CrossEntropyCriterion):
         flags, target_BT = self.flags, sample["target"]
         if logits_BTMV.dim() != 4:
             raise ValueError(
-                f"logits of shape {tuple(logits_BTMV.shape)} come from a model with one output "
+                f"logits of shape {tuple(logits_BTMV.shape)} belong to a model with one output "
                 "head, but moe_confident_oracle needs an ensemble. Use --arch moe_ensemble_lm")
         real_BT = target_BT != self.padding_idx
         oracle, errors = sequence_oracle_loss(

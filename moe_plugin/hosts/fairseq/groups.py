@@ -150,7 +150,7 @@ class Evaluation:
 
     Attributes:
         ranks: number of processes that evaluate together, each on a part of the batches.
-        asked: requested number of ranks that share one copy of the experts. 0 means as many ranks
+        asked: requested number of ranks that share one copy of the experts, or 0 for as many ranks
             as fit.
         turns: the processes' `Turns`, created with the first model whose experts are distributed.
         drops: counts of dropped tokens in this process's batches.
@@ -199,11 +199,11 @@ class Evaluation:
 def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
     """Mark all models built inside as models that are only evaluated.
 
-    Such models are built for validation, scoring, or generation from a checkpoint. All models of
-    one command share one `Evaluation`.
+    Models are only evaluated in validation, scoring, or generation from a checkpoint. All models
+    of one command share one `Evaluation`.
 
     Args:
-        ranks: number of processes of the default group that evaluate together. With 1 this process
+        ranks: number of processes of the default group that evaluate together. A single process
             stores all experts.
     """
     known = _evaluation.get()
@@ -224,8 +224,8 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
     """Create the groups of a model. All ranks must call this in the same order.
 
     Args:
-        expert_parallel_size: number of consecutive ranks that share one copy of the experts. 0
-            means all ranks.
+        expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0
+            for all ranks.
         timeout_s: timeout of these groups, and upper bound for the timeouts of fairseq's groups.
         measured: whether to measure the exchange of rows.
         dummy: whether to skip the exchange of rows.

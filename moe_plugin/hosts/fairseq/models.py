@@ -130,7 +130,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
 def _for_other_ranks(config: MoEConfig) -> MoEConfig:
     """Adapt the settings of a trained model to the ranks that evaluate it.
 
-    Settings that describe the ranks of the training are reset. They change results only by
+    Settings that describe the ranks of the training are reset. The reset changes results only by
     rounding.
     """
     default = ParallelConfig()

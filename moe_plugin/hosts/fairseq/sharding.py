@@ -202,9 +202,10 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
     """Change a fairseq optimizer to update parts of parameters, in place.
 
-    The optimizer must have been built for the `local` tensors of the parts. It then reads their
-    gradients, sends its updates to the other ranks, and stores whole states in checkpoints. The
-    name of its class remains the same, because checkpoints compare it.
+    The optimizer must have been built for the `local` tensors of the parts. After this call it
+    reads their gradients, sends its updates to the other ranks, and stores whole states in
+    checkpoints. The name of the optimizer's class does not change, because fairseq compares this
+    name when it loads a checkpoint.
 
     Args:
         optimizer: the optimizer.

@@ -67,7 +67,7 @@ class _Call:
 
 
 class DecoderPart(nn.Module):
-    """One part of the decoder as a block.
+    """A block that computes one part of the decoder.
 
     The input is [B, T, D] from the part before, or token ids [B, T] for the embedding. The output
     is [B, T, D], or the logits for the last part.
@@ -142,7 +142,7 @@ class StreamedLanguageModel:
     Args:
         cfg: settings, as passed to fairseq's trainer.
         task: task, as passed to fairseq's trainer.
-        model: model, as passed to fairseq's trainer. Its weights are moved out of it.
+        model: model, as passed to fairseq's trainer. The weights are moved out of the model.
         criterion: criterion, as passed to fairseq's trainer.
 
     Attributes:
@@ -262,7 +262,7 @@ class StreamedLanguageModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state. It may come from a run with or without streamed weights.
+        """Load the state of a run with or without streamed weights.
 
         Raises:
             RuntimeError: the state belongs to another model.

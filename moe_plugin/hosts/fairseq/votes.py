@@ -106,7 +106,7 @@ class FileTurns(StepVotes):
             self._at += 1
 
     def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the logged values of those batches that count. Each batch counts on one rank."""
+        """Return the logged values of those batches that count. A batch counts on only one rank."""
         kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 

@@ -34,15 +34,15 @@ class MoEBlock(nn.Module):
         moe: a `MoELayer`, or the arguments to build a layer:
             `MoEBlock(64, num_experts=8, router="switch")`.
     Raises:
-        ValueError: `moe` is a layer and further layer arguments are passed.
+        ValueError: `moe` is already a layer, but layer arguments are passed as well.
 
     Attributes:
         moe: the layer.
-        last: output of the last call, with losses and statistics. None before the first call and
+        last: output of the last call, with losses and statistics, or None before the first call and
             in copies of the block.
         after: module applied to the output of the experts.
-        masks: token masks read from the surrounding model (`use_model_masks`). None if the caller
-            passes the masks.
+        masks: token masks read from the surrounding model (`use_model_masks`), or None if the
+            caller passes the masks.
     """
 
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
@@ -92,7 +92,7 @@ class MoEBlock(nn.Module):
     def _begin_pass(self, owner: _NewPass | None) -> None:
         """Forget the losses of earlier calls.
 
-        owner: the hook that marks the begin and the end of the forward pass, or None if no hook
+        owner: the hook that marks the beginning and the end of the forward pass, or None if no hook
             follows the passes.
         """
         self.last, self._owner = None, owner
@@ -167,8 +167,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     was passed to this function, or to `replace_ffn`, is called. Call the model as a whole. If its
     parts are called separately, a part that is skipped contributes the losses of its last call.
 
-    Returns: a differentiable float32 scalar. It is 0 before the first forward pass and if no loss
-        is set.
+    Returns: a differentiable float32 scalar, which is 0 before the first forward pass and if no
+        loss is set.
     Raises:
         ValueError: the model has no block; a `MoELayer` with losses is outside of any block, so
             that only its caller receives the losses; or the losses of a block in training mode have

@@ -67,8 +67,8 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
 
     The test runs a copy of the module in float32 with random weights, because the module's own
     weights may be zeros, which would hide the activation. The copy runs once in evaluation mode and
-    once more for each of its dropouts, with only that dropout active. It then runs a few times in
-    training mode, to make sure that nothing but dropout acts in training.
+    once more for each of its dropouts, with only that dropout active. The copy then runs a few
+    times in training mode, to check that only dropout acts differently in training.
     """
     maps = _linear_maps(module)
     own = {id(p) for part in maps for p in part.parameters(recurse=False)}

@@ -99,7 +99,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
 
     Args:
         model: a `transformers` decoder of a supported family (docs/huggingface.md), with or without
-            a head. Its weights must be equal on all ranks.
+            a head. The weights must be equal on all ranks.
         comm: the expert-parallel group. Optional. Defaults to the default group, or to this rank
             alone if there is no default group.
         settings: further settings of the layers (losses, dispatch, parallel) by dotted path, added
@@ -247,16 +247,16 @@ def _checked(model: nn.Module) -> dict[str, Any]:
     try:
         config = _config_of(model)
     except AttributeError as error:  # an unknown object declares nothing about its type
-        raise ValueError(f"{type(model).__name__} is not a transformers decoder. Supported are the "
-                         f"MoE blocks of {', '.join(_kinds())}") from error
+        raise ValueError(f"{type(model).__name__} is not a transformers decoder. The supported "
+                         f"model types are {', '.join(_kinds())}") from error
     if quantization_of(config) is not None:
         raise ValueError(f"{type(model).__name__} has float8 weights, which cannot be trained; "
                          f"{PLAIN_IN_TRANSFORMERS} (or, if its weights are not quantized, delete "
                          "model.config.quantization_config)")
     family = family_of(config)
     if family.block is None:
-        raise ValueError(f"model_type={family.model_type!r} has no MoE blocks. Supported are "
-                         f"{', '.join(_kinds())}")
+        raise ValueError(f"model_type={family.model_type!r} has no MoE blocks. The supported model "
+                         f"types are {', '.join(_kinds())}")
     for name, why in _BLOCK_SETTINGS.items():
         if config.get(name) and name not in family.block.keys.values():
             raise ValueError(f"{name}={config[name]} is not supported: {why}. Set it to 0")

@@ -61,7 +61,7 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     not routed.
 
     Args:
-        model: the model, which is changed in place. Its weights must be equal on all ranks.
+        model: the model, which is changed in place. The weights must be equal on all ranks.
         num_experts: number of experts in the whole expert-parallel group.
         every: replace every n-th feed-forward module, beginning with the n-th. Defaults to 1, which
             replaces all.
@@ -141,10 +141,10 @@ def _why_none(model: nn.Module, every: int) -> str:
     if every > 1:
         return (f"it has fewer than {every} feed-forward modules. Use a smaller `every`, or 1 to "
                 "replace all")
-    return ("no module consists of two linear maps and an activation (or three linear maps with a "
-            "gate) with no training-only part except nn.Dropout. Consecutive layers of one "
-            "nn.Sequential are not a module: wrap them in their own nn.Sequential. Or insert "
-            "MoEBlock(dim, ...) where you want one")
+    return ("a feed-forward module has two linear maps and an activation, or three linear maps "
+            "with a gate, and no training-only part except nn.Dropout. Consecutive layers of one "
+            "nn.Sequential are not a module: wrap them in their own nn.Sequential. You can also "
+            "insert MoEBlock(dim, ...) yourself")
 
 
 def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
@@ -170,10 +170,10 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
         if ffn is None:
             if match is not None and not transformer:
                 raise ValueError(
-                    f"module {name!r} ({type(module).__name__}) matches {short(match)}, but it "
-                    "does not compute two linear maps with one of our activations (or three linear "
-                    "maps with a gate) and with no training-only part except nn.Dropout. Exclude "
-                    "the module, or insert MoEBlock(dim, ...) there yourself")
+                    f"module {name!r} ({type(module).__name__}) matches {short(match)}, but is not "
+                    "a feed-forward module, which has two linear maps and a known activation, or "
+                    "three linear maps with a gate, and no training-only part except nn.Dropout. "
+                    "Exclude the module, or insert MoEBlock(dim, ...) there yourself")
             continue
         own = names[id(module)]
         taken += own
@@ -206,7 +206,7 @@ def _of_transformer(layer: Any) -> FeedForward | None:
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
-    """Return a function that puts a block under all names of a module, so that sharing remains."""
+    """Return a function that puts a block under all names of a module, to preserve sharing."""
     ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in names]
 

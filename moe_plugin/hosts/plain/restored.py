@@ -1,6 +1,6 @@
 """Rebuild the `transformers` MoE block of a model from our layer.
 
-Also contains the helpers that both directions of the conversion share.
+The module also contains the helpers that both directions of the conversion share.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class TrainingSteps:
 
     Args:
         model: a model with MoE layers. `ddp_model` or `fully_shard_model` must reduce its
-            gradients. With `guard.votes`, pass the bare model, because voting reduces them.
+            gradients. With `guard.votes`, pass the bare model, whose gradients are reduced
+            by voting.
         optimizer: optimizer of the model's parameters.
         loss_of: a function of a model and a batch that returns a scalar loss, including the
             routers' losses.
@@ -84,7 +85,7 @@ class TrainingSteps:
     Attributes:
         run: the features of the run.
         norm: norm of the last step's gradients before clipping.
-        done: number of completed steps. It includes the steps of another replica if this replica
+        done: number of completed steps, including the steps of another replica if this replica
             loaded that replica's state.
     Raises:
         ValueError: the settings do not fit each other or need more than this loop provides, or

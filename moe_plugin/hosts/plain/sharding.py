@@ -78,7 +78,7 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
     When `backward` returns, every gradient is that of the mean of all ranks' losses, see
     `fully_shard_model`. A custom communication hook must average as well, and must have the
-    attribute `averages = True`. Otherwise the first training call raises `ValueError`.
+    attribute `averages = True`. Any other hook makes the first training call raise `ValueError`.
 
     Args:
         model: the model on its device.

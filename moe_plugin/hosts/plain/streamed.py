@@ -1,5 +1,4 @@
-"""Build a trainer that stores the weights where `offload.weights` says: on the device or the host.
-"""
+"""Build a trainer that stores the weights on the device or on the host (`offload.weights`)."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
                      loss: Loss, optimizer: MakeOptimizer, *, device: torch.device | str = "cpu",
                      clip_norm: float | None = None, world: Comm | None = None,
                      **arguments: Any) -> StreamedTrainer:
-    """Return a trainer for a sequence of blocks, with the weights stored as `offload.weights` says.
+    """Return a trainer for a sequence of blocks that stores weights according to `offload.weights`.
 
     Losses and weights are bit-identical for both values of `offload.weights`. Each rank has its own
     batches, and all ranks have the same number of batches. Gradients are those of the mean of all

@@ -81,8 +81,8 @@ def distance_attention() -> Any:
     """Return the class of the window attention of the released Swin-MoE weights.
 
     attention = softmax(q k^T / sqrt(d) + bias), with biases for q, k and v. A small network
-    (`cpb_mlp`) gives the bias of each head from the two distances of a pair of patches, on a
-    logarithmic scale. Swin V2 has the same network, but with cosines in place of the products and
+    (`cpb_mlp`) computes the bias of each head from the two distances of a pair of patches, on a
+    logarithmic scale. Swin V2 has the same network, but with cosines instead of the products and
     a sigmoid after the network. Source: Swin-Transformer, `models/swin_transformer_moe.py`.
     """
     swin = optional("timm.models.swin_transformer")

@@ -135,12 +135,12 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                    settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
     """Build an ensemble with initial weights.
 
-    Its output is [B, M, C], or [B, S, S, M, C] if it segments images.
+    The model's output is [B, M, C], or [B, S, S, M, C] if it segments images.
 
     Args:
         size: see `build`.
         classes: see `build`.
-        heads: number of members M. With 1 the result is a single model.
+        heads: number of members M. With one member the result is a single model.
         begin: name of the first module that each member has separately (`SwinEnsemble`).
         share_after: name of the module after which features of other members are added.
         sharing: probability that a feature of another member is added.

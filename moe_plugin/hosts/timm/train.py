@@ -170,7 +170,7 @@ class Trainer:
         return self.train_set.classes
 
     def there(self, place: Path) -> bool:
-        """Return whether any rank sees this folder, because all ranks must act the same way."""
+        """Return whether the folder exists on any rank. All ranks must act the same way."""
         [found] = self.comm.agree_max([float(place.exists())])
         return bool(found)
 

@@ -102,7 +102,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    where = "in a model of transformers"
+    where = "in a transformers model"
     sections = {path.split(".")[0] for path in to_dict(MoEConfig())}
     for path, value in canonical(flatten(settings), aliases(MoEConfig)).items():
         if path.split(".")[0] in sections and not f"{path}.".startswith(SETTINGS):
@@ -117,7 +117,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     parallel.require("shards", parallel.shards is None, f"none {where}, whose ranks store whole "
                      "experts", "leave it out")
     parallel.require("spill", parallel.spill != "standing", "never, least_loaded or everywhere "
-                     f"{where}, in which the end of a step is not known", "use least_loaded")
+                     f"{where}, where the end of a step is unknown", "use least_loaded")
 
 
 class _Kept:

@@ -36,12 +36,12 @@ TOKENS = 11
 
 
 @pytest.mark.parametrize("settings,error", [
-    ({"router.top_k": 2}, "router.top_k=2 in a model of transformers.*swap_moe"),
-    ({"router": {"top_k": 1}}, "router.top_k=1 in a model"),
-    ({"router": "switch"}, "router='switch' in a model"),
-    ({"experts": {"activation": "relu"}}, "experts.activation='relu' in a model"),
-    ({"experts.recompute": True}, "experts.recompute=True in a model"),
-    ({"losses.z": 0.1}, "losses.z=0.1 in a model"),
+    ({"router.top_k": 2}, "router.top_k=2 in a transformers model.*swap_moe"),
+    ({"router": {"top_k": 1}}, "router.top_k=1 in a transformers model"),
+    ({"router": "switch"}, "router='switch' in a transformers model"),
+    ({"experts": {"activation": "relu"}}, "experts.activation='relu' in a trans"),
+    ({"experts.recompute": True}, "experts.recompute=True in a trans"),
+    ({"losses.z": 0.1}, "losses.z=0.1 in a transformers model"),
     ({"parallel.degree": 2}, "unknown key 'parallel.degree'"),
     ({"paralel.r": 0}, "unknown key 'paralel'"),
     ({"parallel.spill": "standing"}, "parallel.spill='standing'.*step.*use least_loaded"),

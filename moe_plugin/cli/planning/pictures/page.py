@@ -21,7 +21,7 @@ from moe_plugin.planner.units import show_size, show_time
 
 
 def page(report: Report) -> str:
-    """Return the page as text. It refers to no other files."""
+    """Return the page as text. The page refers to no other files."""
     schedule, network = report.schedule, report.schedule.network
     title = f"{network.name}: {schedule.collective}"
     note = f'<p class="note" role="note">{escape(report.note)}</p>' if report.note else ""
@@ -63,7 +63,7 @@ def _comparison(report: Report) -> str:
                    for name, *cells in comparison(report))
     return ('<h2>Compared</h2><div class="scroll" tabindex="0" role="region" aria-label="Compared">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-            "<p>limit: of the busiest wire, reached as the number of chunks grows</p>")
+            "<p>limit: time of the busiest wire, approached as the number of chunks grows</p>")
 
 
 def _picture(report: Report) -> str:

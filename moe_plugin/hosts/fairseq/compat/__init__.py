@@ -1,10 +1,11 @@
 """Patches that let fairseq 0.12.2 run on current versions of Python, torch, numpy and hydra.
 
-They also let fairseq run without CUDA. All patches of this host are in this package, and each patch
-is a function whose docstring names the version range and the reason. `install` runs once, right
-after `import fairseq` (see the top-level module `moe_plugin_fairseq_compat`, which also makes this
-import succeed on Python >= 3.11). Patches replace names only inside fairseq's own modules. For all
-other code, numpy, torch and hydra remain unchanged.
+The patches also let fairseq run without CUDA. All patches of this host are in this package. Each
+patch is a function, and its docstring names the version range and the reason. Patches replace names
+only inside fairseq's own modules. For all other code, numpy, torch and hydra remain unchanged.
+
+`install` runs once, right after `import fairseq`. The top-level module `moe_plugin_fairseq_compat`
+calls it, and also makes this import succeed on Python >= 3.11.
 """
 
 from __future__ import annotations

@@ -148,9 +148,9 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
                              **kwargs: Any) -> Any:
     """Let every training flag that names a checkpoint accept `X.pt` or one of `X-rank-0.pt`, ...
 
-    fairseq <= 0.12.3 adds the rank only to `--restore-file`. It also looks for this rank's
-    `checkpoint_last` to decide whether a run begins, so that ranks could decide differently if
-    another number of ranks wrote the files.
+    fairseq <= 0.12.3 adds the rank only to `--restore-file`. Each rank also looks for its own
+    `checkpoint_last` to decide whether a run begins. If another number of ranks wrote the files,
+    the ranks could decide differently.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -212,8 +212,8 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
 
-    fairseq <= 0.12.3 evaluates from one file. Here a process reads the experts that are its part of
-    the `Evaluation`, which is all experts if it evaluates alone.
+    fairseq <= 0.12.3 evaluates from one file. With this patch each process reads only its part of
+    the experts (see `Evaluation`). A single process reads all experts.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 

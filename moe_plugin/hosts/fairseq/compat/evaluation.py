@@ -3,7 +3,7 @@
 Several processes divide the batches and the experts among them. The module also adds the flags of
 the `moe` branch's `eval_lm`.
 
-fairseq <= 0.12.3 gives each process every N-th batch, but combines results only in
+fairseq <= 0.12.3 assigns every N-th batch to each process, but combines results only in
 `fairseq-validate`, which fails if a process has no batch. For generation it starts one process.
 """
 

@@ -64,7 +64,7 @@ def _for_scores(group: Any) -> None:
 
 
 def _for_evaluation(parser: Any) -> None:
-    group = parser.add_argument_group("where experts lie")
+    group = parser.add_argument_group("placement of experts")
     for spec in setting_specs():
         if spec.path in _PATHS:
             group.add_argument(spec.flag, dest=spec.dest, default=None,
@@ -72,7 +72,7 @@ def _for_evaluation(parser: Any) -> None:
 
 
 def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wrap a function that makes a parser, so that it also adds flags.
+    """Wrap a function that builds a parser, so that it also adds flags.
 
     fairseq <= 0.12.3 has no other way to add flags to a command.
     """
@@ -189,8 +189,8 @@ def _in_file(words: list[str]) -> list[str]:
     ours = {spec.flag.removeprefix("--"): spec.path for spec in flag_specs()}
     for name in ours.keys() & section.keys():
             raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}.{name} is a "
-                             f"setting of moe-plugin. Write it as {ours[name] or 'a flag'} outside "
-                             f"of the section {_SECTION}")
+                             "setting of moe-plugin. Outside of the section "
+                             f"{_SECTION}, write it as {ours[name] or 'a flag'}")
     arch = found.arch or section.get("arch")
     if isinstance(width := values.get("model_dim"), int) and width:
         section = {**({"encoder-embed-dim": width} if _translates(arch) else {}),

@@ -65,8 +65,8 @@ def close_groups_at_the_end(original: Callable[..., None], index: int, main: Cal
                             cfg: Any, kwargs: dict[str, Any]) -> None:
     """Destroy the process groups at the end of `main`.
 
-    fairseq <= 0.12.3 never destroys them. Their threads then abort a process that ends first
-    (observed with gloo, torch 2.13).
+    fairseq <= 0.12.3 never destroys the groups. The threads of the groups then abort a process that
+    ends before them (observed with gloo, torch 2.13).
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
         original(index, main, cfg, kwargs)
@@ -104,7 +104,7 @@ def _check_common(common: Any) -> None:
             Path(log_file).absolute().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"the folder of --log-file {short(log_file)} cannot be created "
-                             f"({error.strerror}). Name a file in a folder that you can write to"
+                             f"({error.strerror}). Use a file in a folder that you can write to"
                              ) from error
     import fairseq
 
@@ -182,10 +182,10 @@ def shorten_timeouts(timeout_s: float) -> None:
 
     All ranks must call this after the world is initialized.
 
-    fairseq <= 0.12.3 has no setting for the timeout. It passes none to `init_process_group`, and
-    none to the `new_group` in which it reduces gradients, so that torch's 30 minutes apply (10 with
-    NCCL). In torch 2.6 to 2.13, `_set_pg_timeout` is the only way to change the timeout of an
-    existing group.
+    fairseq <= 0.12.3 has no setting for the timeout. It passes no timeout to `init_process_group`
+    or to the `new_group` in which it reduces gradients, so that torch's default of 30 minutes
+    applies (10 minutes with NCCL). In torch 2.6 to 2.13, `_set_pg_timeout` is the only way to
+    change the timeout of an existing group.
     """
     from fairseq.distributed import utils
 

@@ -5,7 +5,8 @@ Assumed interface of the branch (fairseq `moe`, since December 2021):
 the linear map to experts. `experts` are this rank's modules, which map [rows, D] to [rows, D].
 `forward(x, input_padding_mask=None)` returns `(output, l_aux)`, or, in versions that also have a
 `CMRLayer`, `(output, {"moe_gate_loss": l_aux})`. The criterion reads the dict `metadata` of every
-`MOELayer`. Such a branch only imports the package of a user directory (`moe_plugin.__init__`).
+`MOELayer`. This version of fairseq only imports the package of a user directory
+(`moe_plugin.__init__`).
 
 The module also adds fused Adam and multi-tensor gradient functions to fairseq's optimizers.
 """
@@ -179,7 +180,7 @@ def _add_to_parser(model: Any) -> None:
 class _SwappedLayer(nn.Module):
     """A replacement for the branch's layer with our computation inside.
 
-    It has the same arguments as the branch's layer, and the same parameters under the same names.
+    The class has the same arguments as the branch's layer, and its parameters have the same names.
     """
 
     _loss_by_name = False

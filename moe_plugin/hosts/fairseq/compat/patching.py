@@ -1,7 +1,4 @@
-"""Helpers to patch fairseq.
-
-They replace functions, run patches once, add fields to settings, and overlay modules.
-"""
+"""Helpers to patch fairseq: replace functions, run patches once, add settings, overlay modules."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def drop_fused_path_copies(layer: torch.nn.Module) -> None:
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (parameter, fp32 copy) pairs of an fp16 optimizer. Empty for other optimizers.
+    """Return (parameter, fp32 copy) pairs of an fp16 optimizer, or [] for other optimizers.
 
     fairseq <= 0.12.3 stores the copies as a list only with `--fp16-no-flatten-grads`. Other
     optimizers lack the attribute.
@@ -183,8 +183,8 @@ def follow_parameters(wrapped: Any, optimizer: Any,
         wrapped: the wrapped model.
         optimizer: fairseq's optimizer.
         changed: the new parameters by the old ones.
-        copies: fp32 copies of the new parameters, see `fp32_copies`. Empty if the optimizer has
-            none.
+        copies: fp32 copies of the new parameters, see `fp32_copies`; empty if the optimizer has
+            no copies.
     """
     for params in getattr(wrapped, "per_device_params", ()):  # an attribute of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
@@ -235,7 +235,7 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
     """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
     fairseq <= 0.12.3 packs all fp32 master weights into one tensor (on the current CUDA device).
-    This loses the marks of expert parameters and the boundaries of parameters.
+    The packed tensor loses the marks of expert parameters and the boundaries of parameters.
     """
     from omegaconf import open_dict
 
@@ -260,7 +260,7 @@ def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, modul
     (`router.fp32`). Here, parameters of another dtype are reduced one by one, without the buffer.
 
     In fairseq the buffer is as large as all parameters (up to 2^28) and is reduced as a whole,
-    although experts' gradients are not in it. Here it has the size of the gradients in it.
+    although it contains no gradients of experts. Here the buffer is only as large as needed.
     """
     original(self, module, *args, **kwargs)
     dtype, lists = next(module.parameters()).dtype, self.per_device_params
@@ -278,9 +278,9 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
                              criterion: Any, **kwargs: Any) -> Any:
     """Validate on ranks without data.
 
-    With fairseq <= 0.12.3, `fairseq-validate` on several ranks gives such a rank an empty batch and
-    fails with `KeyError`. Here the rank runs one sentence that does not count, so that collectives
-    inside the model match on all ranks.
+    With fairseq <= 0.12.3, `fairseq-validate` on several ranks passes an empty batch to such a rank
+    and fails with `KeyError`. With this patch the rank runs one sentence that does not count, so
+    that collectives inside the model match on all ranks.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -294,9 +294,9 @@ def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
     """Let fairseq search for the first module with values that are not finite.
 
-    After such an error fairseq <= 0.12.3 repeats the step with torch's old hooks. They fail with a
-    `TypeError` if a module returns a record (routers, our layers), so the original error would be
-    lost. Here the tensors in the record are checked one by one.
+    After such an error fairseq <= 0.12.3 repeats the step with torch's old hooks. These hooks fail
+    with a `TypeError` if a module returns a record (routers, our layers), so that the original
+    error would be lost. This patch checks the tensors in the record one by one.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule
@@ -322,7 +322,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
     """Let `--store-ema` average models whose state contains tensors of other types than float.
 
     fairseq <= 0.12.3 multiplies integers (such as a router's step count) by the decay, which torch
-    refuses. Here integers are copied.
+    refuses. This patch copies integers.
     """
     integers = {name for name, value in model.state_dict().items()
                 if isinstance(value, torch.Tensor) and not value.is_floating_point()}

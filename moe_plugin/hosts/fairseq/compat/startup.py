@@ -2,8 +2,9 @@
 
 A `.pth` file of the same name calls `boot()` when Python starts. `boot` only adds one finder to
 `sys.meta_path` and imports nothing. The work happens when code imports `fairseq`, and only then.
-This must be a top-level module, because a module of the package would import the package before
-fairseq's `--user-dir` does. For versions of fairseq other than 0.12, only the import is patched.
+The file must be a top-level module, because importing a module of the package would import the
+package before fairseq's `--user-dir` does. For versions of fairseq other than 0.12, only the import
+is patched.
 """
 
 from __future__ import annotations

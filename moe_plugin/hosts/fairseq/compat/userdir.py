@@ -47,10 +47,10 @@ def _with_settings(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
 def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
     """Let only one run at a time write into a folder.
 
-    fairseq <= 0.12.3 lets several runs write into one folder. It tests whether the folder is
-    writable with a file of a fixed name, so that runs which start together remove each other's
-    file. The first rank calls this function before training, and locks the folder until the
-    command ends.
+    fairseq <= 0.12.3 lets several runs write into one folder. To test whether the folder is
+    writable, fairseq creates and removes a file with a fixed name, so that runs which start
+    together remove each other's file. The first rank calls this function before training, and
+    locks the folder until the command ends.
     """
     from moe_plugin.checkpoint.formats.fairseq.translate import flag_values
     from moe_plugin.config.flags import run_from_flags

@@ -39,11 +39,11 @@ class PeftStack:
     Attributes:
         name: name of the stack's parameter in the experts module.
         parts: number of our weights along the output axis: 2 for gate and input weights, or 1.
-        in_turn: whether gate and input columns alternate along the output axis. Otherwise all gate
-            columns come first.
-        flipped: whether `peft` treats the stack's output axis as its input axis. This happens if
-            the stack is transposed and its module lacks `is_transposed` (Llama 4). The two factors
-            are then exchanged.
+        in_turn: whether gate and input columns alternate along the output axis. If they do not
+            alternate, all gate columns precede the input columns.
+        flipped: whether `peft` treats the stack's output axis as its input axis and therefore
+            exchanges the two factors. `peft` does so if the stack is transposed and its module
+            lacks `is_transposed` (Llama 4).
     """
 
     name: str

@@ -78,7 +78,8 @@ def unmerge_lora(model: nn.Module) -> None:
 
 def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
           ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-    """Yield each weight [L, I, O], the sum to add to it [L, I, O], and the factor to apply then."""
+    """Yield each weight [L, I, O], the product to add to it, and the factor of the resulting sum.
+    """
     for place, (a_LIR, b_LRO, factor_LO) in adapters.items():
         weights = experts.weights_of()[place]
         for number, w_LIO in enumerate(weights):

@@ -1,7 +1,7 @@
 """Names of `transformers` that are not part of its stable interface.
 
-These are the two registries, and private settings and methods of experts modules. If a name moves
-in a new version of `transformers`, only this file needs a change.
+The module contains the two registries, and functions for private settings and methods of experts
+modules. If a name moves in a new version of `transformers`, only this file needs a change.
 """
 
 from __future__ import annotations
