@@ -396,7 +396,7 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
             if isinstance(first[name], Tensor):
                 torch.testing.assert_close(found[name], first[name])
     assert run("three", "same", *frozen) == 0
-    assert "begins again" not in capsys.readouterr().out
+    assert "random weights" not in capsys.readouterr().out
     torch.testing.assert_close(weights("same")["head.fc.weight"], first["head.fc.weight"])
     # neither an evaluation nor a run that goes on has other classes than its weights
     assert run("two", "none", "--evaluate", "--init", checkpoint) == 2
