@@ -55,9 +55,9 @@ def inspect(args: argparse.Namespace) -> int:
     from moe_plugin.checkpoint.inspection import summary
 
     with open_source(args.checkpoint, args.origin, args.trust) as source:
-        found = summary(source)
-    print(json.dumps(found, indent=1, default=str) if args.json
-          else "\n".join(inspection_lines(found, args.all)))
+        contents = summary(source)
+    print(json.dumps(contents, indent=1, default=str) if args.json
+          else "\n".join(inspection_lines(contents, args.all)))
     return 0
 
 
@@ -218,10 +218,10 @@ def upcycle(args: argparse.Namespace) -> int:
     to = formats.get(args.to or name)()
     check_pair(name, to.name)
     with open_source(args.source, name, args.trust) as source:
-        made = (upcycling.upcycle(source, plan) if upcycling.translates(source) else
-                upcycled(convert(source, NEUTRAL), plan))
-        write_new(convert(made, to.name), to, args.target)
-    print(f"{args.target}: {len(made.layers)} MoE layers of {plan.experts} experts, "
+        result = (upcycling.upcycle(source, plan) if upcycling.translates(source) else
+                  upcycled(convert(source, NEUTRAL), plan))
+        write_new(convert(result, to.name), to, args.target)
+    print(f"{args.target}: {len(result.layers)} MoE layers of {plan.experts} experts, "
           f"{plan.top_k} per token, format {to.name}")
     return 0
 
@@ -295,16 +295,16 @@ def check_hf(args: argparse.Namespace) -> int:
         dist.init_process_group("gloo")
     dtype = getattr(torch, args.dtype)
     config = read_json(args.model / CONFIG)
-    found = quantization_of(config)
+    quant = quantization_of(config)
     with open_safetensors(args.model) as source:
         check_counts(source)
-        if found is None:
+        if quant is None:
             check_plain(source)
-    plain = Mxfp4Config if found and found.get("quant_method") == "mxfp4" else FineGrainedFP8Config
+    plain = Mxfp4Config if quant and quant.get("quant_method") == "mxfp4" else FineGrainedFP8Config
     _say_unused_code(args.model, config)
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=dtype, local_files_only=True, trust_remote_code=False,
-        **({"quantization_config": plain(dequantize=True)} if found else {})
+        **({"quantization_config": plain(dequantize=True)} if quant else {})
     ).eval()
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # its grouped products do not support float64

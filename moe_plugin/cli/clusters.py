@@ -198,9 +198,9 @@ def simulate_routing(args: argparse.Namespace) -> int:
     if args.nodes or args.ranks_per_node:
         cluster = cluster.resized(args.nodes or 1, args.ranks_per_node)
         ranks = cluster.ranks
-    found = replay(read_traces(args.trace), load_model(args.model), cluster,
-                   load_device(args.device), args.guests, args.replan, ranks, args.tokens)
-    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
+    result = replay(read_traces(args.trace), load_model(args.model), cluster,
+                    load_device(args.device), args.guests, args.replan, ranks, args.tokens)
+    print(json.dumps(as_dict(result), indent=1) if args.json else explain(result))
     return 0
 
 
@@ -220,7 +220,7 @@ def _emulate_routing(args: argparse.Namespace) -> int:
                                args.guests, args.replan)
     steps = replayed.excerpt(read_traces(args.trace), where.model.experts, where.ranks,
                              args.steps or replayed.STEPS, args.tokens)
-    found = replayed.emulate(steps, where)
-    print(json.dumps(replayed.as_json(found), indent=1) if args.json else
-          replayed.explain(found, args.emulate))
+    result = replayed.emulate(steps, where)
+    print(json.dumps(replayed.as_json(result), indent=1) if args.json else
+          replayed.explain(result, args.emulate))
     return 0

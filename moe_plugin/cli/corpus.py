@@ -79,10 +79,10 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
         raise ValueError(f"corpus size {size} is out of bounds: it must be >= 1 byte, e.g. 4000000")
     root = source if source is not None else Path(sysconfig.get_path("stdlib"))
     name = "stdlib" if source is None else str(source)
-    there = read_info(out)
-    if there is not None and (there.size, there.source, there.python,
-                              there.format) == (size, name, platform.python_version(), _FORMAT):
-        return there
+    existing = read_info(out)
+    if existing is not None and (existing.size, existing.source, existing.python,
+                              existing.format) == (size, name, platform.python_version(), _FORMAT):
+        return existing
     texts = _split(_files(root), size, root)
     make_folder(out)
     for file in ("corpus.json", "dict.txt", *(f"{s}.{kind}" for s in SPLITS
@@ -141,18 +141,18 @@ def token_lines(text: bytes) -> Iterator[str]:
 
 def _files(root: Path) -> list[Path]:
     """Return all sources below `root`, in an order that mixes packages and is always the same."""
-    found = []
+    sources = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
             name for name in folders if name not in _SKIPPED and not name.startswith("config-")
         ]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not found:
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not sources:
         raise ValueError(
             f"there are no Python sources below {short(str(root))} (some distributions leave them "
             "out). Pass a folder of Python files with --source")
     return sorted(
-        found,
+        sources,
         key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
 
 

@@ -93,11 +93,11 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: the file has another suffix or cannot be written.
     """
-    content, kind = io.BytesIO(), check_figure(path)
+    content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:
         figure.tight_layout()
     with pyplot().rc_context({"svg.hashsalt": "moe-plugin"}):  # makes the ids in the file constant
-        figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(content, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     pyplot().close(figure)
     write_regular(path, content.getvalue())
 
@@ -107,10 +107,10 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
     Called before a measurement, so that a bad file name raises `ValueError` early.
     """
-    kind = check_output(path).suffix.removeprefix(".").lower()
-    if kind not in ("png", "svg"):
+    suffix = check_output(path).suffix.removeprefix(".").lower()
+    if suffix not in ("png", "svg"):
         raise ValueError(f"--plot {short(os.fspath(path))} must end with .png or .svg")
-    return kind
+    return suffix
 
 
 def pyplot() -> Any:

@@ -238,10 +238,10 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
             child.set_defaults(run=command.study.run)
         else:
             function = f"{above}{name}".replace("-", "_")
-            found = vars(laboratory(command.laboratory) if command.laboratory else
-                         importlib.import_module(f"moe_plugin.cli.{command.module}"))
-            found[f"{function}_options"](child)
-            child.set_defaults(run=found[function])
+            module = vars(laboratory(command.laboratory) if command.laboratory else
+                          importlib.import_module(f"moe_plugin.cli.{command.module}"))
+            module[f"{function}_options"](child)
+            child.set_defaults(run=module[function])
 
 
 if __name__ == "__main__":

@@ -169,20 +169,20 @@ def _plan_sizes(args: argparse.Namespace) -> None:
     if args.scale:
         return _scale(args, model, cluster, device)
     space = Space(data_parallel_only=args.host == "fairseq")
-    found = search(model, cluster, device, space, keep=args.top)
-    best = found.plans[0]
+    result = search(model, cluster, device, space, keep=args.top)
+    best = result.plans[0]
     if args.json:
         print(json.dumps({
-            "plans": [breakdown(c) for c in found.plans], "tried": found.tried,
-            "skipped": found.skipped, "too_big": found.too_big,
+            "plans": [breakdown(c) for c in result.plans], "tried": result.tried,
+            "skipped": result.skipped, "too_big": result.too_big,
             "fit_errors": {"device": device.fit_error, "cluster": cluster.fit_error}
         }, indent=1))
     else:
-        print(explain(model, cluster, device, found, space))
+        print(explain(model, cluster, device, result, space))
         print(f"\n{predicted(best, cluster, device)}, without the optimizer and the host's work "
               "outside of the layers. `moe-plugin recommend` measures these ranks.")
     if args.plot:
-        _plot_plans(args.plot, found.plans)
+        _plot_plans(args.plot, result.plans)
     if args.write:
         start = LaunchCommand(data=args.data or LaunchCommand.data)
         make_folder(args.write)
@@ -281,11 +281,11 @@ def _plan_prefill(args: argparse.Namespace) -> None:
         raise ValueError(f"--{given[0]} cannot be combined with --prefill. Leave one of them out")
     check_counts(args, "nodes", "ranks_per_node")
     cluster = load_cluster(args.cluster)
-    found = prefill_table(load_model(args.model).in_host(args.host),
+    table = prefill_table(load_model(args.model).in_host(args.host),
                           cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
                           load_kernels(args.kernels),
                           parse_counts("--prefill", args.prefill, "256,4096"))
-    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
+    print(json.dumps(as_dict(table), indent=1) if args.json else explain(table))
 
 
 def _plan_pipeline(args: argparse.Namespace) -> None:

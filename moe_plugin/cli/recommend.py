@@ -92,10 +92,10 @@ def recommend(args: argparse.Namespace) -> int:
 def _cuda(args: argparse.Namespace) -> bool:
     import torch
 
-    there = torch.cuda.is_available()
-    if args.device == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if args.device == "cuda" and not available:
         raise ValueError("--device cuda needs a GPU, but torch finds none. Use --device cpu")
-    return there if args.device is None else args.device == "cuda"
+    return available if args.device is None else args.device == "cuda"
 
 
 def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bool) -> int:
@@ -107,17 +107,17 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
 
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     grid = grid_of(comm)
-    own = rank_memory(device, grid[1]) if args.memory is None else float(parse_size(args.memory))
-    memory = -comm.agree_max([-own])[0]
-    wanted = args.nodes or grid[0], args.ranks_per_node or grid[1]
-    _check_links(grid, wanted)
+    usable = rank_memory(device, grid[1]) if args.memory is None else float(parse_size(args.memory))
+    memory = -comm.agree_max([-usable])[0]
+    target = args.nodes or grid[0], args.ranks_per_node or grid[1]
+    _check_links(grid, target)
     # searched once before measuring, so that a model that cannot be planned fails early
-    _search(args, model, Cluster().resized(*wanted), Device(memory_bytes=memory))
+    _search(args, model, Cluster().resized(*target), Device(memory_bytes=memory))
     network, processor = _measured(args, model, comm, device, grid, memory)
     if processor is not None and comm.rank == 0:
         processor = dataclasses.replace(processor, device=dataclasses.replace(
             processor.device, memory_bytes=memory))
-        cluster = (network.cluster if network else Cluster()).resized(*wanted)
+        cluster = (network.cluster if network else Cluster()).resized(*target)
         _write(args, model, _search(args, model, cluster, processor.device), cluster,
                processor.device)
     return 0

@@ -35,15 +35,15 @@ def configs_options(p: argparse.ArgumentParser) -> None:
 
 def configs(args: argparse.Namespace) -> int:
     """List the installed files, or print one of them."""
-    wanted = str(Path(TOP, (args.name or "").removeprefix(f"{TOP}/").removeprefix(TOP)))
-    found = {name: path for name, path in _files().items()
-             if name == wanted or name.startswith(f"{wanted}/")}
-    if not found:
-        raise ValueError(f"there is no file {short(args.name)}; {did_you_mean(_near(wanted))}"
+    requested = str(Path(TOP, (args.name or "").removeprefix(f"{TOP}/").removeprefix(TOP)))
+    matches = {name: path for name, path in _files().items()
+               if name == requested or name.startswith(f"{requested}/")}
+    if not matches:
+        raise ValueError(f"there is no file {short(args.name)}; {did_you_mean(_near(requested))}"
                          "`moe-plugin configs` lists all files")
-    texts = {name: path.read_text(encoding="utf-8") for name, path in found.items()}
-    if wanted in texts:
-        print(json.dumps(texts, indent=1) if args.json else texts[wanted].rstrip("\n"))
+    texts = {name: path.read_text(encoding="utf-8") for name, path in matches.items()}
+    if requested in texts:
+        print(json.dumps(texts, indent=1) if args.json else texts[requested].rstrip("\n"))
         return 0
     about = {name: summary(text) for name, text in texts.items()}
     print(json.dumps(about, indent=1) if args.json else aligned(list(about.items())))
@@ -57,9 +57,9 @@ def _files() -> dict[str, Path]:
 
 
 def _near(name: str) -> list[str]:
-    known = list(_files())
-    ends = [path for path in known if Path(path).stem == Path(name).stem]
-    return ends or alike(name, known)
+    names = list(_files())
+    ends = [path for path in names if Path(path).stem == Path(name).stem]
+    return ends or alike(name, names)
 
 
 def summary(text: str) -> str:
@@ -189,4 +189,4 @@ def _state(run: RunRecord) -> dict[str, Any]:
         "training": asdict(run.steps[-1]) if run.steps else None,
         "layers": {name: asdict(record) | {"load": list(record.load)}
                    for name, record in run.last_records.items()},
-        "findings": [asdict(found) for found in findings(run)], "notes": run.notes}
+        "findings": [asdict(finding) for finding in findings(run)], "notes": run.notes}

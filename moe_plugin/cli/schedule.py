@@ -48,8 +48,8 @@ def plan_memory(args: argparse.Namespace) -> None:
     if experts:
         outcome = _experts(args, limit)
     else:
-        made = _activations if args.weights_on == "device" else _weights
-        outcome = made(args, load_profile(args.profile), limit)
+        make_plan = _activations if args.weights_on == "device" else _weights
+        outcome = make_plan(args, load_profile(args.profile), limit)
     if args.trace:
         write_regular(args.trace, json.dumps(outcome.trace()))
     if args.plot:
@@ -79,23 +79,23 @@ def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
     from moe_plugin.planner.offload.activation_problem import blocks_of
 
     base = profile.base_bytes + sum(b.parameter_bytes + b.gradient_bytes for b in profile.blocks)
-    made = plan(blocks_of(profile), limit, base, profile.duplex)
-    print(json.dumps(as_dict(made), indent=1) if args.json else explain(made, profile.name))
-    return made.outcome
+    result = plan(blocks_of(profile), limit, base, profile.duplex)
+    print(json.dumps(as_dict(result), indent=1) if args.json else explain(result, profile.name))
+    return result.outcome
 
 
 def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
     from moe_plugin.cli.planning.offload import explain_stream, stream_as_dict
     from moe_plugin.planner.offload.weight_streaming import fewest_batches, layers_of, plan
 
-    layers, base, made = layers_of(profile), profile.base_bytes, None
+    layers, base, result = layers_of(profile), profile.base_bytes, None
     if args.accumulate is None:
-        made = fewest_batches(layers, limit, base)
-    if made is None:
-        made = plan(layers, 1 if args.accumulate is None else args.accumulate, limit, base)
-    print(json.dumps(stream_as_dict(made), indent=1) if args.json
-          else explain_stream(made, profile.name))
-    return made.outcome
+        result = fewest_batches(layers, limit, base)
+    if result is None:
+        result = plan(layers, 1 if args.accumulate is None else args.accumulate, limit, base)
+    print(json.dumps(stream_as_dict(result), indent=1) if args.json
+          else explain_stream(result, profile.name))
+    return result.outcome
 
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
@@ -182,17 +182,17 @@ def schedule(args: argparse.Namespace) -> int:
                              "at least 1. Leave them out for the defaults")
     network, note = find_network(args.topology, args.nodes)
     begin = time.perf_counter()
-    found = plan(network, args.collective, args.trees, overlap=args.overlap)
+    computed = plan(network, args.collective, args.trees, overlap=args.overlap)
     planned_s = time.perf_counter() - begin
     # formats that may refuse a schedule are written before the long simulation starts
-    made = [(path, make()) for path, make in (
-        (args.json, found.to_json), (args.msccl, lambda: to_msccl(program_of(found))),
-        (args.svg, lambda: drawing(found))) if path]
-    report = Report(found, size, compare(found, size, args.chunks), planned_s, note)
-    print(found.to_json() if printed else text(report))
+    outputs = [(path, make()) for path, make in (
+        (args.json, computed.to_json), (args.msccl, lambda: to_msccl(program_of(computed))),
+        (args.svg, lambda: drawing(computed))) if path]
+    report = Report(computed, size, compare(computed, size, args.chunks), planned_s, note)
+    print(computed.to_json() if printed else text(report))
     if args.html:
-        made.append((args.html, page(report)))
-    for path, content in made:
+        outputs.append((args.html, page(report)))
+    for path, content in outputs:
         if path != PRINTED:
             print(f"wrote {write_regular(path, content)}",
                   file=sys.stderr if printed else sys.stdout)

@@ -133,12 +133,12 @@ def compiled() -> list[dict[str, str]]:
 
     Parts that are not compiled yet are compiled now.
     """
-    found = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
-    found.append(("several experts at a time, float32", products.why_one_by_one()))
-    found.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
+    parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
+    parts.append(("several experts at a time, float32", products.why_one_by_one()))
+    parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
                   functions.why_not(None)))
     return [{"name": name, "state": "not available" if reason else "active",
-             "what": f"computed by torch: {reason}" if reason else ""} for name, reason in found]
+             "what": f"computed by torch: {reason}" if reason else ""} for name, reason in parts]
 
 
 def _why_no_cuda() -> str:
@@ -298,10 +298,10 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
         return {**row, "reason": f"its import took more than {_TIMEOUT_S} s"}
     if process.returncode:
         last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        wanted = requirement(package.name)
-        if wanted == package.name:
+        supported = requirement(package.name)
+        if supported == package.name:
             return {**row, "reason": f"does not import: {last}"}
-        return {**row, "reason": f"does not import: {last}; moe-plugin supports {wanted}",
+        return {**row, "reason": f"does not import: {last}; moe-plugin supports {supported}",
                 "install": install_command(package)}
     return {**row, "state": "available"}
 

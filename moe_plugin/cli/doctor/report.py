@@ -81,8 +81,8 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
                 for rank, shard in enumerate(shards)
             ]
         out_TD, *gradients = (torch.cat(parts) for parts in zip(*shards, strict=True))
-        want_TD, *wanted = dense(whole, x_TD, target_TD)
-    errors = [_relative(g, w) for g, w in zip(gradients, wanted, strict=True)]
+        want_TD, *expected = dense(whole, x_TD, target_TD)
+    errors = [_relative(g, w) for g, w in zip(gradients, expected, strict=True)]
     return _relative(out_TD, want_TD), max(errors)
 
 
@@ -93,8 +93,8 @@ def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
     first, local = comm.rank * layer.placement.local, layer.placement.local
     with torch.no_grad():
         layer.router.weight_ED.copy_(whole.router.weight_ED)
-        for mine, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
-            mine.copy_(full[first : first + local])
+        for shard, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
+            shard.copy_(full[first : first + local])
     return layer
 
 
@@ -188,9 +188,9 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 def render(report: dict[str, Any]) -> str:
     """Format everything after the verdict, with the problems first."""
-    found = problems(report)
+    wrong = problems(report)
     parts = [
-        "\n".join(["Problems:", *(f"  {line}" for line in found)]) if found else "Problems: none",
+        "\n".join(["Problems:", *(f"  {line}" for line in wrong)]) if wrong else "Problems: none",
         _table("Devices", report["devices"], "name", "state", "what"),
         _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
         _missing(report), *(_everything(report) if "missing" in report else [
@@ -233,9 +233,9 @@ def _short(text: str, width: int) -> str:
 
 
 def _check(row: dict[str, Any]) -> dict[str, Any]:
-    what = row["reason"] if row["output_error"] is None else (
+    text = row["reason"] if row["output_error"] is None else (
         f"output {row['output_error']:.0e}, gradients {row['gradient_error']:.0e}")
-    return {**row, "ranks": _ranks(row), "verdict": "good" if row["ok"] else "FAILED", "what": what}
+    return {**row, "ranks": _ranks(row), "verdict": "good" if row["ok"] else "FAILED", "what": text}
 
 
 def _ranks(row: dict[str, Any]) -> str:

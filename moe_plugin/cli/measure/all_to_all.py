@@ -122,8 +122,8 @@ def measure_rank(plan: Plan,
                 spans[name].append((begin, end))
                 cpu[name] += used / burst
         for name in plan.names:
-            taken = _agreed(comm, spans[name], one_clock=plan.helper is not None)
-            cells.append(RankTimes(name, size, [t / burst for t in taken], cpu[name] / repeats,
+            durations = _agreed(comm, spans[name], one_clock=plan.helper is not None)
+            cells.append(RankTimes(name, size, [t / burst for t in durations], cpu[name] / repeats,
                                    _chosen(comm, name, x)))
     return comm.topology.nodes, cells
 
@@ -195,10 +195,10 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
     For nodes of unequal size the result is the mean, or None if the group is large.
     """
-    known = "linear" if name == "native" else name
-    if topology.uniform_nodes and known in COSTS:
+    algorithm = "linear" if name == "native" else name
+    if topology.uniform_nodes and algorithm in COSTS:
         return predict(Cluster(nodes=len(topology.nodes), ranks_per_node=len(topology.nodes[0])),
-                       known, 1.0).inter_messages
+                       algorithm, 1.0).inter_messages
     if topology.size > COUNTED_RANKS:
         return None
     traffic = Traffic()

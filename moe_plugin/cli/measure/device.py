@@ -56,12 +56,12 @@ class Samples:
         times = [statistics.median(seconds) for seconds in self.products.values()]
         flops, half_rows = fit_products(tuple(self.products), times, launch,
                                         2.0 * self.width * self.inner)
-        found = Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
-                       memory_bytes_s=self.copied / statistics.median(self.copy),
-                       memory_bytes=memory)
-        off = [abs(found.matmul_s(rows, 2.0 * rows * self.width * self.inner) / seconds - 1)
+        fitted = Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
+                        memory_bytes_s=self.copied / statistics.median(self.copy),
+                        memory_bytes=memory)
+        off = [abs(fitted.matmul_s(rows, 2.0 * rows * self.width * self.inner) / seconds - 1)
                for rows, seconds in zip(self.products, times, strict=True)]
-        return replace(found, fit_error=statistics.mean(off))
+        return replace(fitted, fit_error=statistics.mean(off))
 
 
 def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
@@ -148,7 +148,7 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
     with torch.no_grad():
         w_LDF = torch.randn(experts, width, inner, dtype=dtype, device=where) / width**0.5
         w_LFD = torch.randn(experts, inner, width, dtype=dtype, device=where) / inner**0.5
-        found: dict[str, dict[str, Any]] = {}
+        kernels: dict[str, dict[str, Any]] = {}
         for name in _kernels(where, dtype, width, inner, experts):
             seconds: dict[int, float] = {}
             for rows in KERNEL_ROWS:
@@ -157,18 +157,18 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
                     break
             one, all_, most = call(name, 1, 1), seconds[1], max(1, experts - 1)
             launch = min(max(0.0, (experts * one - all_) / most), *seconds.values())
-            found[name] = {"launch_s": float(f"{launch:.4g}"), "points": [
+            kernels[name] = {"launch_s": float(f"{launch:.4g}"), "points": [
                 [rows, float(f"{(s - launch) / experts:.4g}")] for rows, s in seconds.items()]}
-    return found
+    return kernels
 
 
 def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
              experts: int) -> list[str]:
     """Return the candidates for few rows, followed by those for many rows."""
-    made = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
-                                   rows * experts, False, False), KERNELS[where.type])
-            for rows in (1, KERNEL_ROWS[-1])]
-    return list(dict.fromkeys([*made[0], *made[1]]))
+    by_rows = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
+                                      rows * experts, False, False), KERNELS[where.type])
+               for rows in (1, KERNEL_ROWS[-1])]
+    return list(dict.fromkeys([*by_rows[0], *by_rows[1]]))
 
 
 def _device(name: str) -> torch.device:

@@ -103,14 +103,14 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
     """Measure all-to-alls by algorithm and size, and fit a cluster to the measurements."""
     sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
     shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for size in sizes:
         _, cells = measure_rank(Plan(tuple(COSTS), (size,), repeats), comm)
-        found += [Measurement(*grid, cell.name, cell.size, median_high(cell.seconds))
-                  for cell in cells]
-        if size >= LEAST_SIZE and found[-1].seconds > ENOUGH_S:
+        measurements += [Measurement(*grid, cell.name, cell.size, median_high(cell.seconds))
+                         for cell in cells]
+        if size >= LEAST_SIZE and measurements[-1].seconds > ENOUGH_S:
             break
-    return MeasuredNetwork(about=about, cluster=fit(found, shape).cluster)
+    return MeasuredNetwork(about=about, cluster=fit(measurements, shape).cluster)
 
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,

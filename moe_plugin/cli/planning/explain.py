@@ -22,20 +22,20 @@ def sent(size: int) -> str:
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
     """Return the parts of a page with predicted times: a title and a table for each size."""
-    found = []
+    parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
         by_ranks: dict[int, dict[str, float]] = {}
         for row in rows:
             if row["bytes"] == size:
                 by_ranks.setdefault(row["ranks"], {})[row["algorithm"]] = row["ms"]
-        found += [f"{sent(size)}, predicted time:", columns(by_ranks.items(), {
+        parts += [f"{sent(size)}, predicted time:", columns(by_ranks.items(), {
             "ranks": "{0[0]:,} ranks",
             **{name: lambda item, name=name: show_time(item[1][name] / 1e3)
                for name in next(iter(by_ranks.values()))},
             "linear / 2dh": lambda item: (
                 f"{item[1]['linear'] / item[1]['2dh'] if item[1]['2dh'] else 1:.2f}x"),
             "best": lambda item: min(item[1], key=item[1].get)})]
-    return found
+    return parts
 
 
 def plot_model(rows: list[dict[str, Any]], path: str) -> None:
@@ -80,9 +80,9 @@ def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
     inputs: dict[str, Device | Cluster] = {"device": device}
     if cluster.ranks > 1:
         inputs["cluster"] = cluster
-    errors = (f"{what} {one.name}: " + (
-        "not fitted to measurements" if one.fit_error is None else
-        f"the fit is off by {one.fit_error:.0%} on average") for what, one in inputs.items())
+    errors = (f"{label} {fitted.name}: " + (
+        "not fitted to measurements" if fitted.fit_error is None else
+        f"the fit is off by {fitted.fit_error:.0%} on average") for label, fitted in inputs.items())
     return f"predicted step: {show_time(cost.seconds)} ({'; '.join(errors)})"
 
 

@@ -96,9 +96,9 @@ def _parts_words(schedule: Schedule) -> str:
     network, parts = schedule.network, schedule.parts
     width = sum((network.out_of(part) for part in parts), Fraction(0))
     single = all(sum(rank in part for rank in network.ranks) == 1 for part in parts)
-    what = ("Each rank separately" if single and len(parts) == len(network.ranks) else
-            "; ".join(_nodes(network, part) for part in parts[:3]) + "; ..." * (len(parts) > 3))
-    return (f"{what}, {len(parts)} parts: every part except the root's must send its share of a "
+    members = ("Each rank separately" if single and len(parts) == len(network.ranks) else
+               "; ".join(_nodes(network, part) for part in parts[:3]) + "; ..." * (len(parts) > 3))
+    return (f"{members}, {len(parts)} parts: every part except the root's must send its share of a "
             f"piece and receive the sum; {number(width)} GB/s lead out of the parts in total. "
             f"2 ({len(parts)} - 1) / {number(width)} = "
             f"{schedule.inverse_rate / len(network.ranks)} s per GB of the result.")

@@ -25,15 +25,15 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
     The value is inf if a decision does not fit into memory.
     """
-    found = []
+    by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
-        others = {}
+        costs = {}
         for decision in block.choices:
             if decision != taken:
                 changed = (*plan.decisions[:j], decision, *plan.decisions[j + 1:])
-                others[decision] = plan.problem.seconds(changed) - plan.seconds
-        found.append(others)
-    return found
+                costs[decision] = plan.problem.seconds(changed) - plan.seconds
+        by_block.append(costs)
+    return by_block
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def as_dict(plan: SwapPlan) -> dict[str, Any]:
                                                       for k, v in uniform(plan).items()},
         "blocks": [{
             "name": block.name, "decision": decision, "activation_bytes": block.activation_bytes,
-            "others": {k: _finite(v) for k, v in others.items()}
-        } for block, decision, others in zip(plan.problem.blocks, plan.decisions,
-                                             alternatives(plan), strict=True)]
+            "others": {k: _finite(v) for k, v in costs.items()}
+        } for block, decision, costs in zip(plan.problem.blocks, plan.decisions,
+                                            alternatives(plan), strict=True)]
     }
 
 
@@ -66,12 +66,12 @@ def explain(plan: SwapPlan, name: str = "model") -> str:
         ", ".join(f"{count} {decision}" for decision, count in counts.items()),
         "", f"{'block':{width}}  decision   activations     forward     copies  otherwise"
     ]
-    for block, decision, others in zip(blocks, plan.decisions, alternatives(plan), strict=True):
+    for block, decision, costs in zip(blocks, plan.decisions, alternatives(plan), strict=True):
         copies = block.swap_out_s + block.swap_in_s
         lines.append(
             f"{block.name:{width}}  {decision:9} {show_size(block.activation_bytes):>12}"
             f"{show_time(block.forward_s):>12}{show_time(copies):>11}  "
-            + ", ".join(f"{k} {_change(v)}" for k, v in others.items()))
+            + ", ".join(f"{k} {_change(v)}" for k, v in costs.items()))
     lines += ["", "step time (predicted)", *_times(plan)]
     outcome = plan.outcome
     lines.append(
@@ -91,7 +91,7 @@ def _times(plan: SwapPlan) -> list[str]:
             rows.append((f"{decision} all", f"does not fit{need}"))
     proof = ("no other decisions are faster" if plan.proved else
              f"no decisions are faster than {show_time(plan.bound_s)}; these are the best found")
-    return [*(f"  {what:16}{value}" for what, value in rows), f"  {proof}"]
+    return [*(f"  {label:16}{value}" for label, value in rows), f"  {proof}"]
 
 
 def _change(seconds: float) -> str:

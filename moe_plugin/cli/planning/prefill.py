@@ -70,14 +70,14 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
     if model.experts % ranks:
         raise ValueError(f"{model.experts} experts cannot be divided over {ranks} ranks. Use "
                          "--nodes and --ranks-per-node")
-    here = model.experts // ranks
+    local_experts = model.experts // ranks
     host_s = PIECE_OPERATIONS * min((kernel.launch_s for kernel in profile.values()), default=0.0)
-    loads = [_load(model, cluster, tokens, here, host_s) for tokens in lengths]
+    loads = [_load(model, cluster, tokens, local_experts, host_s) for tokens in lengths]
     rows = [PrefillRow(tokens, load.rows, choices(load, profile, pieces=(1,))[0].seconds, best)
             for tokens, (load, best) in zip(lengths, table(loads, profile), strict=True)]
-    each = model.top_k / here  # rows of an expert per token of each rank
+    each = model.top_k / local_experts  # rows of an expert per token of each rank
     most = int(max(load.rows for load in loads))
-    changes = crossovers(profile, here, range(1, most + 1, max(1, most // LOOKED_AT)))
+    changes = crossovers(profile, local_experts, range(1, most + 1, max(1, most // LOOKED_AT)))
     return PrefillTable(tuple(rows), tuple((round(n / each), a, b) for n, a, b in changes))
 
 

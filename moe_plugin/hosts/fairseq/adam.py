@@ -82,9 +82,9 @@ class BlockOptimizers(FairseqOptimizer):
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for block, first in self._with_optimizers():
-            own = block.optimizer.state_dict()
-            groups = groups or [{**own["param_groups"][0], "params": []}]
-            for i, values in own["state"].items():
+            block_state = block.optimizer.state_dict()
+            groups = groups or [{**block_state["param_groups"][0], "params": []}]
+            for i, values in block_state["state"].items():
                 state[first + i] = dict(values)
             for (i, name), x in block.state_tensors().items():
                 state[first + i][name] = x
@@ -99,10 +99,10 @@ class BlockOptimizers(FairseqOptimizer):
             ValueError: the state has another number of parameters.
         """
         [group], state = state_dict["param_groups"], state_dict["state"]
-        there, here = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
-        if there != here:
-            raise ValueError(f"the checkpoint's optimizer has {there} parameters, but this model "
-                             f"has {here}. Use --reset-optimizer")
+        saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
+        if saved != expected:
+            raise ValueError(f"the checkpoint's optimizer has {saved} parameters, but this model "
+                             f"has {expected}. Use --reset-optimizer")
         self.trainer.settle()
         for block, first in self._with_optimizers():
             numbers = range(len(block.trained))
@@ -114,8 +114,8 @@ class BlockOptimizers(FairseqOptimizer):
                 "state": own, "param_groups": [{**group, "params": list(numbers)}]})
             # torch has cast the state to the dtype of its parameter: load the original dtypes
             block.load_state({key: own[key[0]][key[1]] for key in state_of(block.optimizer)})
-        for each in self.param_groups:
-            each.update(optimizer_overrides or {})
+        for param_group in self.param_groups:
+            param_group.update(optimizer_overrides or {})
 
     def _with_optimizers(self) -> Iterator[tuple[StreamedBlock, int]]:
         """Yield the trained blocks, each with the index of its first parameter among all trained
@@ -143,9 +143,9 @@ def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
     The blocks store the main weights.
     """
     efficient = memory_efficient(cfg)
-    kind = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
+    base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
     # checkpoints store the name of the class, and fairseq compares it when it loads them
-    named = type(kind.__name__, (_DropsGradients, kind), {"blocks": blocks})
+    named = type(base.__name__, (_DropsGradients, base), {"blocks": blocks})
     return named(cfg, [], blocks) if efficient else named(cfg, [], blocks, [])
 
 
@@ -293,9 +293,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, see `torch.optim.Optimizer`. 16-bit moments are returned in float32."""
-        found = super().state_dict()
-        found["state"] = {name: _decoded(state) for name, state in found["state"].items()}
-        return found
+        result = super().state_dict()
+        result["state"] = {name: _decoded(state) for name, state in result["state"].items()}
+        return result
 
     def _counted_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state for this step, and count the step.

@@ -41,9 +41,9 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
     """
     ranks = _files_of(inputs[0])
     others = [_files_of(name) for name in inputs[1:]]
-    for name, found in zip(inputs[1:], others, strict=True):
-        if len(found) != len(ranks):
-            raise ValueError(f"checkpoint {short(name)} has {len(found)} files, but "
+    for name, rank_paths in zip(inputs[1:], others, strict=True):
+        if len(rank_paths) != len(ranks):
+            raise ValueError(f"checkpoint {short(name)} has {len(rank_paths)} files, but "
                              f"{short(inputs[0])} has {len(ranks)}. Bring both to the same number "
                              "of ranks with moe-plugin reshard IN OUT --world N")
     written = []

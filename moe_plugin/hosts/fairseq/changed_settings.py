@@ -39,13 +39,13 @@ def changed_line(cfg: Any) -> str:
     If the command line does not show the choice, for example with a Hydra file, the line contains
     all settings returned by `changed`.
     """
-    found, words = changed(cfg), sys.argv[1:]
-    found = {name: (value, "–" if default == "None" else default)
-             for name, (value, default) in found.items()}
-    known = {name: (ON, OFF) if both == ("True", "False") else both
-             for name, both in found.items()}
-    named = {} if "config-name" in written(words) else chosen(words, known)
-    return f"{CHANGED} {json.dumps(named or found)}"
+    settings, words = changed(cfg), sys.argv[1:]
+    settings = {name: (value, "–" if default == "None" else default)
+                for name, (value, default) in settings.items()}
+    shown = {name: (ON, OFF) if both == ("True", "False") else both
+             for name, both in settings.items()}
+    named = {} if "config-name" in written(words) else chosen(words, shown)
+    return f"{CHANGED} {json.dumps(named or settings)}"
 
 
 def changed(cfg: Any) -> dict[str, tuple[str, str]]:
@@ -57,7 +57,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
     Args:
         cfg: all settings of fairseq, by group.
     """
-    found: dict[str, tuple[str, str]] = {}
+    differing: dict[str, tuple[str, str]] = {}
     for group, kind in FairseqConfig.__dataclass_fields__.items():
         values = cfg.get(group)
         if values is None or group.startswith("_"):
@@ -67,8 +67,8 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
             default = _resolved(default, cfg)
             value = plain_value(values.get(name, default))
             if comparable(value) != comparable(default):
-                found.setdefault(name.replace("_", "-"), (str(value), str(default)))
-    return found
+                differing.setdefault(name.replace("_", "-"), (str(value), str(default)))
+    return differing
 
 
 def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any]

@@ -58,9 +58,9 @@ class GateLoss:
             raise ValueError(
                 f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: it must be >= 0. Use "
                 "0 for no gate loss")
-        made = super().build_criterion(cfg, task)
-        made.flags = cfg
-        return made
+        criterion = super().build_criterion(cfg, task)
+        criterion.flags = cfg
+        return criterion
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:

@@ -206,8 +206,8 @@ def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
         ranks: number of processes of the default group that evaluate together. A single process
             stores all experts.
     """
-    known = _evaluation.get()
-    token = _evaluation.set(known or Evaluation(ranks))
+    outer = _evaluation.get()
+    token = _evaluation.set(outer or Evaluation(ranks))
     try:
         yield _evaluation.get()  # type: ignore[misc]
     finally:
@@ -249,9 +249,9 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
     if size == 1:
         return FairseqGroups(LocalComm(), world, world)
     group = _consecutive(size, timeout_s)
-    mine = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
+    comm = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
         group, timeout_s)
-    return FairseqGroups(mine, world // size, world)
+    return FairseqGroups(comm, world // size, world)
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:

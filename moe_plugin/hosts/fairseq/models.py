@@ -134,20 +134,20 @@ def _for_other_ranks(config: MoEConfig) -> MoEConfig:
     rounding.
     """
     default = ParallelConfig()
-    others = {"dispatch.equal_tokens": False,  # evaluating ranks have different numbers of tokens
-              "comm.network": None, "comm.topology": "detect", **{
+    reset = {"dispatch.equal_tokens": False,  # evaluating ranks have different numbers of tokens
+             "comm.network": None, "comm.topology": "detect", **{
                   f"parallel.{name}": getattr(default, name) for name in
                   ("shards", "spill", "speeds", "replan", "guests")}}
     if config.parallel.r:  # 0 fits any number of ranks
-        others["parallel.r"] = None
+        reset["parallel.r"] = None
     before = flatten(to_dict(config))
-    left_out = [f"{path}={short(before[path])}" for path, value in others.items()
+    left_out = [f"{path}={short(before[path])}" for path, value in reset.items()
                 if before[path] != value]
     if left_out:
         logger.info("evaluation ignores these settings, which describe the ranks of the training: "
                     "%s", ", ".join(left_out))
     with unread_allowed():
-        return with_overrides(config, others)
+        return with_overrides(config, reset)
 
 
 def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> FairseqGroups:

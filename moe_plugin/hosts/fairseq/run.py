@@ -134,10 +134,10 @@ def seams_of(model: nn.Module, world: Any) -> HostSeams:
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
     """Manage the activations of the encoder's and decoder's layers."""
     asked = run_settings(model)
-    found = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
-             if (part := dict(model.named_children()).get(stack)) is not None
-             for i, layer in enumerate(part.layers)}
-    return manage_layers(asked.offload, found, comm, refused={
+    layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
+              if (part := dict(model.named_children()).get(stack)) is not None
+              for i, layer in enumerate(part.layers)}
+    return manage_layers(asked.offload, layers, comm, refused={
         "--checkpoint-activations": bool(setting(cfg.model, "checkpoint_activations", False)),
         "--ddp-backend fully_sharded":
             cfg.distributed_training.ddp_backend == "fully_sharded",

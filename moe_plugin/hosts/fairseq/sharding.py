@@ -217,6 +217,6 @@ def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
         raise ValueError(
             f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
             "update every element independently. Use adam, sgd, adadelta or adamax, or no sharding")
-    kind = type(optimizer)
+    base = type(optimizer)
     optimizer.parts = parts
-    optimizer.__class__ = type(kind.__name__, (_ShardedOptimizer, kind), {})
+    optimizer.__class__ = type(base.__name__, (_ShardedOptimizer, base), {})

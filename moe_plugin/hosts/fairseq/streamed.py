@@ -188,12 +188,12 @@ class StreamedLanguageModel:
         self.task = Overlay(task, train_step=self.train_step, valid_step=self.valid_step)
 
     def _optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = build_optimizer(self._cfg, params)
+        built = build_optimizer(self._cfg, params)
         # fairseq compares this name with the one in a checkpoint, which the ordinary optimizer of
         # a whole model may have written
-        self._kind = type(type(made).__name__, (BlockOptimizers,), {
-            "supports_memory_efficient_fp16": made.supports_memory_efficient_fp16})
-        return made.optimizer
+        self._kind = type(type(built).__name__, (BlockOptimizers,), {
+            "supports_memory_efficient_fp16": built.supports_memory_efficient_fp16})
+        return built.optimizer
 
     def begin(self, given: Sequence[Given], updates: int) -> None:
         """Set the batches of the next step, and the number of completed updates."""
@@ -275,9 +275,9 @@ class StreamedLanguageModel:
         streams = {id(p) for b in self.trainer.blocks if b.streams for p in b.params}
         try:
             for name, p in params.items():
-                found = state.get(name)
-                if found is not None and found.shape == p.shape and id(p) in streams:
-                    p.data = found.to(p.dtype)
+                saved = state.get(name)
+                if saved is not None and saved.shape == p.shape and id(p) in streams:
+                    p.data = saved.to(p.dtype)
             loaded = self.model.load_state_dict(state, *args, **kwargs)
             for block in self.trainer.blocks:
                 block.write([p.data for p in block.params])
@@ -300,7 +300,7 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
     run, common, flags = run_settings(model), cfg.common, cfg.model
     config = moe_layers(model)[0].moe_layer.moe.config
     ranks, plain = cfg.distributed_training.distributed_world_size, "leave it out"
-    kind = setting(cfg.optimizer, "_name")
+    optimizer = setting(cfg.optimizer, "_name")
     again = "leave it out, because streamed weights always recompute every part"
     given = partial(setting, default=None)
     unfit = [
@@ -308,12 +308,12 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
         (f"model {type(model).__name__}", type(model) is not MoETransformerLanguageModel,
          "use --arch transformer_lm or moe_transformer_lm"),
         ("--amp", common.amp, "use --fp16 or --bf16"),
-        (f"--optimizer {kind} with --memory-efficient-fp16 or --memory-efficient-bf16",
-         kind == "sgd" and memory_efficient(cfg), "use adam, or --fp16 or --bf16 alone"),
+        (f"--optimizer {optimizer} with --memory-efficient-fp16 or --memory-efficient-bf16",
+         optimizer == "sgd" and memory_efficient(cfg), "use adam, or --fp16 or --bf16 alone"),
         ("--moe-average-every with --memory-efficient-fp16 or --memory-efficient-bf16",
          run.offload.average_every > 0 and memory_efficient(cfg),
          "use --fp16 or --bf16 alone, because peers average float32 weights"),
-        (f"--optimizer {kind}", kind not in ("adam", "sgd"), "use adam or sgd"),
+        (f"--optimizer {optimizer}", optimizer not in ("adam", "sgd"), "use adam or sgd"),
         ("--fp16-adam-stats", bool(given(cfg.optimizer, "fp16_adam_stats")), plain),
         (f"task {type(task).__name__}, which defines its own train_step",
          type(task).train_step is not FairseqTask.train_step, "use language_modeling"),

@@ -141,10 +141,10 @@ class MoETrainer(Trainer):
 
         All ranks then raise an error or repeat the batch.
         """
-        own = super().valid_step
+        original = super().valid_step
         self._validating = True
         try:
-            return self.run.compute(lambda: own(sample, raise_oom))
+            return self.run.compute(lambda: original(sample, raise_oom))
         finally:
             self._validating = False
 

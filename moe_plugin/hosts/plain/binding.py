@@ -53,13 +53,13 @@ def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
 
     All processors belong to node 0 if the machine reports no NUMA nodes.
     """
-    found = {}
+    nodes = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"),
                          key=lambda path: int(path.name[4:])):
         cpus = [cpu for cpu in parse_cpu_list((folder / "cpulist").read_text()) if cpu in allowed]
         if cpus:
-            found[int(folder.name[4:])] = cpus
-    return found or {0: sorted(allowed)}
+            nodes[int(folder.name[4:])] = cpus
+    return nodes or {0: sorted(allowed)}
 
 
 def gpu_node(sysfs: Path, bus_id: str) -> int | None:
@@ -105,10 +105,10 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
     node = of_rank[place]
     sharing = [i for i, other in enumerate(of_rank) if other == node]
     cpus, index = nodes[node], sharing.index(place)
-    mine = cpus[index * len(cpus) // len(sharing):(index + 1) * len(cpus) //
-                len(sharing)] or [cpus[index % len(cpus)]]
+    chosen = cpus[index * len(cpus) // len(sharing):(index + 1) * len(cpus) //
+                  len(sharing)] or [cpus[index % len(cpus)]]
     return Binding(
-        tuple(mine), node,
+        tuple(chosen), node,
         f"{reason}; {len(sharing)} rank(s) share NUMA node {node} with {len(cpus)} processors")
 
 
@@ -134,13 +134,13 @@ def gpu_bus_ids() -> list[str]:
     """
     import torch
 
-    found = []
+    bus_ids = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         if not hasattr(p, "pci_bus_id"):
             return []
-        found.append(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
-    return found
+        bus_ids.append(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
+    return bus_ids
 
 
 def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
@@ -164,11 +164,11 @@ def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
     bus_ids = gpu_bus_ids()[:count]
     if total and len(bus_ids) < count:
         place, count = first + place, total
-    made = plan(place, count, bus_ids, sysfs=sysfs)
-    os.sched_setaffinity(0, made.cpus)
+    binding = plan(place, count, bus_ids, sysfs=sysfs)
+    os.sched_setaffinity(0, binding.cpus)
     log.info("rank %d of %d on this machine: processors %s (%s)", place, count,
-             ",".join(map(str, made.cpus)), made.why)
-    return made
+             ",".join(map(str, binding.cpus)), binding.why)
+    return binding
 
 
 def main(argv: Sequence[str]) -> NoReturn:

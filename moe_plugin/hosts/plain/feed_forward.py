@@ -79,8 +79,8 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
     for width in dict.fromkeys(_matrix(part).shape[0] for part in maps):
         ran = _run(twin, width)
         if ran is not None:
-            found = _explained(maps, twin, ran)
-            return found if found is not None and _trains_alike(twin, ran) else None
+            ffn = _explained(maps, twin, ran)
+            return ffn if ffn is not None and _trains_alike(twin, ran) else None
     return None
 
 
@@ -160,14 +160,14 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
     if any(tuple(_matrix(part).shape) != shape for part in up) or (
             tuple(_matrix(back).shape) != shape[::-1]):
         return None
-    found = list(_candidates(up, back))
-    distances = [_distance(each, ran.x_TD, ran.y_TD) for each in found]
+    candidates = list(_candidates(up, back))
+    distances = [_distance(candidate, ran.x_TD, ran.y_TD) for candidate in candidates]
     number = distances.index(min(distances))
     if not distances[number] <= NEAR:
         return None
     placed: dict[str, float] = {}
     for call, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
-        place = _place(found[number], twin, call, ran.x_TD) if part.p else None
+        place = _place(candidates[number], twin, call, ran.x_TD) if part.p else None
         if part.p and (place is None or place in placed):
             return None
         if place is not None:

@@ -274,12 +274,12 @@ def _decoder_in(model: nn.Module) -> tuple[str, Any]:
         AttributeError: the model has no decoder of `transformers`.
     """
     whole = cast(Any, model).get_decoder()
-    found = next((module for module in whole.modules()
-                  if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)
+    decoder = next((module for module in whole.modules()
+                    if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)
     names = {id(module): name for name, module in model.named_modules()}
-    found.layers, found.config  # noqa: B018 - raises AttributeError if one is missing
-    name = names[id(found)]
-    return f"{name}." if name else "", found
+    decoder.layers, decoder.config  # noqa: B018 - raises AttributeError if one is missing
+    name = names[id(decoder)]
+    return f"{name}." if name else "", decoder
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

@@ -175,10 +175,10 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
                     "three linear maps with a gate, and no training-only part except nn.Dropout. "
                     "Exclude the module, or insert MoEBlock(dim, ...) there yourself")
             continue
-        own = names[id(module)]
-        taken += own
-        put = _put_into(module) if transformer else _put_at(model, own)
-        yield _Place(own[0], module, ffn, put)
+        module_names = names[id(module)]
+        taken += module_names
+        put = _put_into(module) if transformer else _put_at(model, module_names)
+        yield _Place(module_names[0], module, ffn, put)
 
 
 def _matches(match: Match, name: str, module: nn.Module) -> bool:
@@ -248,11 +248,11 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
 
 
 def _config(ffn: FeedForward, num_experts: int, settings: dict[str, Any]) -> MoEConfig:
-    found = from_dict({"model_dim": ffn.width, "num_experts": num_experts, "experts": {
+    config = from_dict({"model_dim": ffn.width, "num_experts": num_experts, "experts": {
         "kind": "gated_ffn" if ffn.gated else "ffn", "hidden_dim": ffn.hidden,
         "activation": ffn.activation, "dropout": ffn.dropout,
         "bias": any(name.startswith("b_") for name in ffn.weights)}})
-    return with_overrides(found, overrides(settings))
+    return with_overrides(config, overrides(settings))
 
 
 @torch.no_grad()

@@ -45,9 +45,9 @@ def all_alike(source: nn.Module, target: nn.Module) -> bool:
 
     Returns whether it was equal.
     """
-    found = {parameter.requires_grad for parameter in source.parameters()}
-    if len(found) == 1:
-        target.requires_grad_(found.pop())
+    flags = {parameter.requires_grad for parameter in source.parameters()}
+    if len(flags) == 1:
+        target.requires_grad_(flags.pop())
         return True
     return False
 
@@ -75,10 +75,10 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
 
 def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterator[nn.Parameter]:
     """Yield the block's parameters that are buffers in our layer and therefore get no gradient."""
-    own, names = dict(block.named_parameters()), block_of(config).names
+    parameters, names = dict(block.named_parameters()), block_of(config).names
     ours = {f"router.{name}" for name, _ in moe.router.named_buffers()}
-    return (own[theirs] for neutral, theirs in names.items()
-            if LAYER_NAMES.get(neutral) in ours and theirs in own)
+    return (parameters[theirs] for neutral, theirs in names.items()
+            if LAYER_NAMES.get(neutral) in ours and theirs in parameters)
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
@@ -123,10 +123,10 @@ def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
     trains = {name: value.requires_grad for name, value in moe.named_parameters()}
     flags = _theirs({name: torch.tensor(trains.get(name, True)).expand(value.shape)
                      for name, value in state.items()}, config)
-    own = dict(block.named_parameters())
+    parameters = dict(block.named_parameters())
     for key in flags.entries:
-        if (name := below_block(key[1], config)) in own:
-            own[name].requires_grad_(bool(flags.read(key).any()))
+        if (name := below_block(key[1], config)) in parameters:
+            parameters[name].requires_grad_(bool(flags.read(key).any()))
 
 
 def _load(block: nn.Module, view: Source) -> None:

@@ -148,9 +148,9 @@ class TrainingSteps:
 
     def _activations(self, offload: OffloadConfig,
                      blocks: Sequence[nn.Module] | None) -> Activations | None:
-        found = list(blocks_of(self.bare) if blocks is None else blocks)
+        managed = list(blocks_of(self.bare) if blocks is None else blocks)
         names = {id(m): name for name, m in self.bare.named_modules()}
-        return manage_layers(offload, {names[id(m)]: m for m in found}, self.world)
+        return manage_layers(offload, {names[id(m)]: m for m in managed}, self.world)
 
     def _votes(self, guard: GuardConfig) -> StepVotes:
         refuse_unfit(f"guard.votes={guard.votes}", [
@@ -217,14 +217,14 @@ class TrainingSteps:
     def _voted(self, votes: StepVotes) -> Tensor:
         """Compute the mean loss of all ranks' batches, and agree on it and the gradients by vote.
         """
-        own = StepStart([])
+        start = StepStart([])
         torch.manual_seed(votes.step)  # workers of the same file must draw the same random numbers
         losses = []
         for file in votes.files_dealt():
             votes.begin_file()
-            found = [self._backward(each) for each in file if each is not None]
-            losses.append(sum(found, torch.zeros(1, device=self.world.device)))
-        own.restore()
+            file_losses = [self._backward(batch) for batch in file if batch is not None]
+            losses.append(sum(file_losses, torch.zeros(1, device=self.world.device)))
+        start.restore()
         scale = votes.ballots.assignment.count / self.world.size
         votes.finish(scale, scale)
         return votes.agreed_sums(losses)[0] / self.world.size

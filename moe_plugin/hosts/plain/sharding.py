@@ -122,8 +122,8 @@ def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
         for unit in around[layer]:
             state = unit._get_fsdp_state()
             # torch 2.10 introduced the list; before, a unit had at most one group
-            one = getattr(state, "_fsdp_param_group", None)
-            groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
+            single_group = getattr(state, "_fsdp_param_group", None)
+            groups = getattr(state, "_fsdp_param_groups", [single_group] if single_group else [])
             if groups:
                 return getattr(groups[0], "gradient_divide_factor", None)
         return None

@@ -138,8 +138,8 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
                          "a classifier with --dense and without --ensemble-heads")
     of_experts = sorted(path for path in given if not path.startswith("observe."))
     if args.dense and (args.experts or of_experts):
-        what = f"experts={args.experts}" if args.experts else of_experts[0]
-        raise ValueError(f"{what} has no effect with --dense, which builds a model without "
+        setting = f"experts={args.experts}" if args.experts else of_experts[0]
+        raise ValueError(f"{setting} has no effect with --dense, which builds a model without "
                          "experts. Leave one of the two out")
 
 

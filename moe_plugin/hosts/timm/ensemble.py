@@ -85,11 +85,11 @@ def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
     """
     if name == HEAD:
         return len(steps), len(steps)
-    found = [i for i, step in enumerate(steps) if step == name or step.startswith(f"{name}.")]
-    if not found:
+    indices = [i for i, step in enumerate(steps) if step == name or step.startswith(f"{name}.")]
+    if not indices:
         raise ValueError(f"{argument}={name} is not a module of the model. It must be patch_embed, "
                          "layers.STAGE, layers.STAGE.blocks.BLOCK, norm or head, e.g. layers.0")
-    return found[0], found[-1]
+    return indices[0], indices[-1]
 
 
 def last_of_stage(steps: list[str], number: int) -> bool:
@@ -136,10 +136,10 @@ class SegmentHead(nn.Module):
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
         """Compute the logits. stages: features by stage, then by member (one if shared by all)."""
-        found = [decoder([states[m % len(states)] for states in stages])
-                 for m, decoder in enumerate(self.decoders)]
-        own = len(found) > 1
-        patches = self.heads(torch.stack(found, -2) if own else found[0], own=own)
+        features = [decoder([states[m % len(states)] for states in stages])
+                    for m, decoder in enumerate(self.decoders)]
+        separate = len(features) > 1
+        patches = self.heads(torch.stack(features, -2) if separate else features[0], own=separate)
         b, h, w, m, _ = patches.shape
         p = self.patch
         pixels = patches.view(b, h, w, m, p, p, -1).permute(0, 1, 4, 2, 5, 3, 6)
@@ -156,7 +156,7 @@ class _Decoder(nn.Module):
 
     def forward(self, stages: list[Tensor]) -> Tensor:
         size = stages[0].shape[1:3]
-        found = [F.interpolate(each(h_BHWD).permute(0, 3, 1, 2), size, mode="bilinear")
-                 for each, h_BHWD in zip(self.maps, stages, strict=True)]
-        h_BHWD: Tensor = F.gelu(self.norm(torch.stack(found).sum(0).permute(0, 2, 3, 1)))
+        features = [F.interpolate(each(h_BHWD).permute(0, 3, 1, 2), size, mode="bilinear")
+                    for each, h_BHWD in zip(self.maps, stages, strict=True)]
+        h_BHWD: Tensor = F.gelu(self.norm(torch.stack(features).sum(0).permute(0, 2, 3, 1)))
         return h_BHWD

@@ -236,12 +236,12 @@ def head_of_other_classes(model: nn.Module, classes: Sequence[str],
         shapes: shapes in the checkpoint, see `checkpoint.load`.
         extra: extra values in the checkpoint, see `checkpoint.load`.
     """
-    mine = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
+    ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
 
     def without_classes(found: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [found[name][:axis] + found[name][axis + 1:]
-                for name, axis in _CLASS_AXES.items() if name in mine and name in found]
+                for name, axis in _CLASS_AXES.items() if name in ours and name in found]
 
-    same = (all(shapes.get(name) == shape for name, shape in mine.items())
+    same = (all(shapes.get(name) == shape for name, shape in ours.items())
             and list(extra.get("classes", classes)) == list(classes))
-    return [] if same or without_classes(shapes) != without_classes(mine) else list(mine)
+    return [] if same or without_classes(shapes) != without_classes(ours) else list(ours)

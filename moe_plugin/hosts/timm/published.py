@@ -93,30 +93,30 @@ def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> 
     # only the first file is read completely: the others repeat the parameters outside of experts
     states = [{**common, **_read(file, "" if file == files[0] else "._moe_layer.")}
               for file in files]
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    wanted = {published_name(name): value for name, value in _others(model).items()}
+    copies: dict[str, tuple[Tensor, Tensor]] = {}
+    targets = {published_name(name): value for name, value in _others(model).items()}
     blocks = dict(blocks_in(model))
-    known = {name for name in states[0] if not any(part in name for part in _BUFFERS)
-             and not any(name.startswith(f"{block}._moe_layer.") for block in blocks)}
-    if odd := sorted(known ^ set(wanted)):
-        where = "file" if odd[0] in known else "model"
+    file_names = {name for name in states[0] if not any(part in name for part in _BUFFERS)
+                  and not any(name.startswith(f"{block}._moe_layer.") for block in blocks)}
+    if odd := sorted(file_names ^ set(targets)):
+        where = "file" if odd[0] in file_names else "model"
         raise CheckpointError(f"{odd[0]!r} exists only in the {where}: {files[0]} has other sizes "
                               "or another backbone. Released weights need the preset swin_moe_s "
                               "or swin_moe_b")
     shapes = {name: tuple(states[0][published_name(name)].shape) for name in _others(model)}
     stay = set(map(published_name, () if leave is None else leave(shapes, {})))
-    for name, target in wanted.items():
+    for name, target in targets.items():
         if name not in stay:
-            found[name] = target, states[0][name]
+            copies[name] = target, states[0][name]
     for name, block in blocks.items():
         for ours, value in _parameters(block).items():
-            found[f"{name}.{ours}"] = value, _of_layer(states, name, ours, block)
-    for name, (target, value) in found.items():
+            copies[f"{name}.{ours}"] = value, _of_layer(states, name, ours, block)
+    for name, (target, value) in copies.items():
         if target.shape != value.shape:
             raise CheckpointError(f"{name!r} has shape {tuple(value.shape)} in {files[0]}, but "
                                   f"{tuple(target.shape)} in the model. Build the model with the "
                                   "sizes of the files")
-    for target, value in found.values():
+    for target, value in copies.values():
         target.copy_(value)
 
 

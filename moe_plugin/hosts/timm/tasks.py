@@ -99,12 +99,12 @@ class VisionTask:
         probability, in bins of equal width from 0 to 1.
         """
         images, loss, top1, oracle, member, both, either = sums[:len(_SUMS)].tolist()
-        found = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}
+        values = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}
         if self.segments:
-            found["iou"] = both / either if either else 1.0
+            values["iou"] = both / either if either else 1.0
         if not self.ensemble:
-            return found
+            return values
         counts = sums[len(_SUMS):].view(len(HISTOGRAMS), BINS).round().long().tolist()
-        return {**found, "top1_error": top1 / images, "oracle_error": oracle / images,
+        return {**values, "top1_error": top1 / images, "oracle_error": oracle / images,
                 "member_error": member / images,
                 "confidence": dict(zip(HISTOGRAMS, counts, strict=True))}

@@ -156,10 +156,10 @@ class Trainer:
         while self.epoch < self.args.epochs:
             self.train_epoch()
             self.epoch += 1
-            found = self.evaluate()
-            self.accuracy = found["accuracy"]
-            self.write({"iteration": self.step, "lm_loss": None, **found, "epoch": self.epoch})
-            self.say(f"epoch {self.epoch}/{self.args.epochs} | {told(found)}")
+            results = self.evaluate()
+            self.accuracy = results["accuracy"]
+            self.write({"iteration": self.step, "lm_loss": None, **results, "epoch": self.epoch})
+            self.say(f"epoch {self.epoch}/{self.args.epochs} | {told(results)}")
             save(self.folder, self.model, self.optimizer, self.comm,
                  {"epoch": self.epoch, "step": self.step, "accuracy": self.accuracy,
                   "classes": self.classes})
@@ -171,8 +171,8 @@ class Trainer:
 
     def there(self, place: Path) -> bool:
         """Return whether the folder exists on any rank. All ranks must act the same way."""
-        [found] = self.comm.agree_max([float(place.exists())])
-        return bool(found)
+        [exists] = self.comm.agree_max([float(place.exists())])
+        return bool(exists)
 
     def begin_with(self, place: Path) -> None:
         """Read initial weights. A head for other classes retains its random weights."""
@@ -220,9 +220,9 @@ class Trainer:
         """Evaluate the weights once, print the results and append them to `evaluations.jsonl`."""
         source = self.args.init or self.folder
         self.check_classes(source, self.read_weights(source))
-        found = self.evaluate()
-        self.write({"weights": str(source), **found}, "evaluations.jsonl")
-        self.say(f"{source} | {told(found)}")
+        results = self.evaluate()
+        self.write({"weights": str(source), **results}, "evaluations.jsonl")
+        self.say(f"{source} | {told(results)}")
 
     def train_epoch(self) -> None:
         """Train on all images once, in an order that depends only on the seed and the epoch."""
@@ -289,8 +289,8 @@ class Trainer:
                 stats = block.last.stats
                 routed_2 += torch.stack([stats.load_KE.sum(), stats.kept_KE.sum()]).double()
         routed, kept = self.comm.all_reduce(routed_2).tolist()
-        found = self.task.results(self.comm.all_reduce(sums))
-        return {**found, "drop_fraction": 1 - kept / routed} if routed else found
+        results = self.task.results(self.comm.all_reduce(sums))
+        return {**results, "drop_fraction": 1 - kept / routed} if routed else results
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a record to the training log, and report it to the features of the run."""

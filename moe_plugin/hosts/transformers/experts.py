@@ -62,9 +62,9 @@ def check_module(module: nn.Module) -> None:
         dtype = first_stack(module).dtype
         if dtype.is_floating_point and dtype.itemsize >= 2:
             return
-    what = f"has weights of {dtype}" if dtype else "is not decorated by use_experts_implementation"
+    why = f"has weights of {dtype}" if dtype else "is not decorated by use_experts_implementation"
     raise ValueError(
-        f"{type(module).__name__} {what}. Only experts stacked as in transformers with weights of "
+        f"{type(module).__name__} {why}. Only experts stacked as in transformers with weights of "
         "16 bits or more are supported. Load the model without quantization, or use another "
         "implementation")
 
@@ -221,8 +221,8 @@ def stacks_read_once(module: nn.Module) -> AbstractContextManager[None]:
     The order matters because `torch.utils.checkpoint` compares the tensors that autograd saves in
     the forward pass with those that it saves in the recomputation.
     """
-    found: Any = module._modules.get("parametrizations")
-    return nullcontext() if found is None else _read_once(module, list(found))
+    parametrized: Any = module._modules.get("parametrizations")
+    return nullcontext() if parametrized is None else _read_once(module, list(parametrized))
 
 
 @contextmanager

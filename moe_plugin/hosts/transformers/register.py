@@ -78,8 +78,8 @@ def check(model: nn.Module) -> list[str]:
     Raises:
         ValueError: this package computes no experts of the model.
     """
-    found = [name for name, module in model.named_modules() if _is_ours(module)]
-    if not found:
+    names = [name for name, module in model.named_modules() if _is_ours(module)]
+    if not names:
         others = {name for name in (type(module).__name__ for module in model.modules())
                   if "Experts" in name}
         raise ValueError(
@@ -87,7 +87,7 @@ def check(model: nn.Module) -> list[str]:
             f"modules: {', '.join(sorted(others)) or 'none'}. At least one must be decorated by "
             f"use_experts_implementation. Set experts_implementation={NAME!r} or, for several "
             "ranks, ep_implementation, or use another model")
-    return found
+    return names
 
 
 def _is_ours(module: nn.Module) -> bool:

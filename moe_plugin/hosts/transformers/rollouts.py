@@ -94,19 +94,19 @@ class _TopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        original = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
-            return found
+            return original
         scores = kwargs["input"] if kwargs and "input" in kwargs else args[0]
-        if scores.shape[-1] != self.experts or found.indices.dim() > 3:
-            return found
-        self.seen = (found.indices[..., 0].numel(), found.indices.shape[-1])
+        if scores.shape[-1] != self.experts or original.indices.dim() > 3:
+            return original
+        self.seen = (original.indices[..., 0].numel(), original.indices.shape[-1])
         if self.seen[1] != self.ids_TK.shape[1]:
-            return found
+            return original
         check_tokens(self.ids_TK, *self.seen)
         self.chosen += 1
-        ids = self.ids_TK.to(scores.device).view(found.indices.shape)
-        ids = torch.where((ids < 0).any(-1, keepdim=True), found.indices, ids)
+        ids = self.ids_TK.to(scores.device).view(original.indices.shape)
+        ids = torch.where((ids < 0).any(-1, keepdim=True), original.indices, ids)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def check(self, block: nn.Module) -> None:

@@ -226,10 +226,10 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
 def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwargs: Any) -> str:
     """Find the file of a checkpoint, see `evaluation_from_rank_files`."""
     name = original(filename, *args, **kwargs)
-    found = _existing(name)
-    if found is None:
+    existing = _existing(name)
+    if existing is None:
         raise _missing("--path", name)
-    return found
+    return existing
 
 
 @replaces("checkpoint_utils.load_checkpoint_to_cpu")
@@ -289,8 +289,8 @@ def _names_of_settings() -> set[str]:
         MoETransformerFlags,
     )
 
-    return {one.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
-            for one in dataclasses.fields(kind)}
+    return {entry.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
+            for entry in dataclasses.fields(kind)}
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:

@@ -46,10 +46,10 @@ class _Command:
         """Evaluate, and return the result of `main`."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         with evaluating(ranks) as evaluation:
-            found = self.run(cfg, evaluation, kwargs)
+            result = self.run(cfg, evaluation, kwargs)
         if evaluation.rank == 0:
             DropWarning().evaluation(evaluation.drops.take())
-        return found
+        return result
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
         """Call `main` with some names of its module replaced."""
@@ -95,9 +95,9 @@ class EvalLM(_Command):
 
         def eval_lm(*args: Any, batch_iterator: Iterable[Any], **rest: Any) -> Any:
             names["SequenceScorer"] = _counting(names["SequenceScorer"], counts, rest)
-            found = evaluate(*args, batch_iterator=islice(batch_iterator, steps), **rest)
+            result = evaluate(*args, batch_iterator=islice(batch_iterator, steps), **rest)
             _end(evaluation)
-            return _over_ranks(found, counts[0], evaluation)
+            return _over_ranks(result, counts[0], evaluation)
 
         return {"eval_lm": eval_lm, "SequenceScorer": names["SequenceScorer"]}
 
@@ -167,11 +167,11 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
 
     class Counting(scorer):  # type: ignore[misc]
         def generate(self, models: Any, sample: Any, **kwargs: Any) -> Any:
-            found = super().generate(models, sample, **kwargs)
-            for best in (hypotheses[0] for hypotheses in found):
+            results = super().generate(models, sample, **kwargs)
+            for best in (hypotheses[0] for hypotheses in results):
                 counts[0] += int(best["positional_scores"][first:].isfinite().sum())
                 counts[0] -= int(torch.isin(best["tokens"][first:].cpu(), pieces).sum())
-            return found
+            return results
 
     return Counting
 
@@ -240,8 +240,8 @@ COMMANDS: dict[str, type[_Command]] = {
 
 def _command_of(main: Any) -> Any:
     code = getattr(main, "__code__", None)  # `main` may be any callable
-    made = COMMANDS.get(Path(code.co_filename).stem) if code is not None else None
-    return main if made is None or "fairseq_cli" not in code.co_filename else made(main)
+    command = COMMANDS.get(Path(code.co_filename).stem) if code is not None else None
+    return main if command is None or "fairseq_cli" not in code.co_filename else command(main)
 
 
 @contextmanager

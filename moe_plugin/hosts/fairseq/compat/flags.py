@@ -77,9 +77,9 @@ def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
     fairseq <= 0.12.3 has no other way to add flags to a command.
     """
     def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        add(args[0] if made is None else made)
-        return made
+        parser = original(*args, **kwargs)
+        add(args[0] if parser is None else parser)
+        return parser
 
     return make
 
@@ -109,14 +109,14 @@ def place_experts(state: dict[str, Any]) -> str | None:
     _for_evaluation(parser)
     values, _ = parser.parse_known_args(sys.argv[1:])
     flags = {name: value for name, value in vars(values).items() if value is not None}
-    found = (state.get("cfg") or {}).get("model") or state.get("args")
-    if flags and isinstance(found, argparse.Namespace):
-        vars(found).update(flags)
+    settings = (state.get("cfg") or {}).get("model") or state.get("args")
+    if flags and isinstance(settings, argparse.Namespace):
+        vars(settings).update(flags)
     elif flags:
         from omegaconf import open_dict
 
-        with open_dict(found):  # checkpoints of older releases lack these settings
-            found.update(flags)
+        with open_dict(settings):  # checkpoints of older releases lack these settings
+            settings.update(flags)
     return flags.get("moe_experts_on")
 
 

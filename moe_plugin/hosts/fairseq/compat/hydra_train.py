@@ -56,14 +56,14 @@ def settings_by_hydra() -> None:
 
 def _with_bundled(words: list[str]) -> list[str]:
     """Replace a settings folder that does not exist here by the installed folder."""
-    found = list(words)
+    replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")
         if flag in _FOLDER and value:
-            found[i] = f"{flag}={bundled(value)}"
+            replaced[i] = f"{flag}={bundled(value)}"
         elif flag in _FOLDER and i + 1 < len(words):
-            found[i + 1] = str(bundled(words[i + 1]))
-    return found
+            replaced[i + 1] = str(bundled(words[i + 1]))
+    return replaced
 
 
 def _check_name(name: str) -> None:
@@ -143,9 +143,9 @@ def _near(text: str) -> str:
     """Return our message about a key that hydra does not find in the tree of MoE settings."""
     from moe_plugin.config.tree import unread
 
-    found = re.search(r"full_key: moe\.([\w.]+)", text)
+    match = re.search(r"full_key: moe\.([\w.]+)", text)
     nested: Any = None
-    for name in reversed(found[1].split(".") if found else []):
+    for name in reversed(match[1].split(".") if match else []):
         nested = {name: nested}
     try:
         unread(nested or {})

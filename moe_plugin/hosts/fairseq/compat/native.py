@@ -171,8 +171,8 @@ def _add_to_parser(model: Any) -> None:
 
     def add_args(parser: argparse.ArgumentParser) -> None:
         original(parser)
-        taken = {action.dest for action in parser._actions}
-        add_arguments(parser, {spec.path for spec in flag_specs() if spec.dest in taken})
+        existing = {action.dest for action in parser._actions}
+        add_arguments(parser, {spec.path for spec in flag_specs() if spec.dest in existing})
 
     model.add_args = staticmethod(add_args)
 

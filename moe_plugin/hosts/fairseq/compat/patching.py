@@ -72,8 +72,8 @@ def set_name(owner: Any, name: str, value: Any) -> None:
 
 def apply(module: ModuleType) -> None:
     """Apply all patches of a module of `compat` in the order of their registration."""
-    for one in _PATCHES[module.__name__]:
-        one()
+    for apply_patch in _PATCHES[module.__name__]:
+        apply_patch()
 
 
 class Overlay(ModuleType):

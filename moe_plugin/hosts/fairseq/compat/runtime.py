@@ -332,6 +332,6 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
     """Ignore state that is not a tensor, with which fairseq <= 0.12.3 fails under `--ema-fp32`."""
-    found = self.model.state_dict() if state_dict is None else state_dict
-    original(self, {name: value for name, value in found.items()
+    state = self.model.state_dict() if state_dict is None else state_dict
+    original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})

@@ -90,11 +90,11 @@ def hashable_fairseq_dataclasses(original: Any) -> Any:
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
-        made = original(cls, **options)
+        decorated = original(cls, **options)
         if cls is not None and (cls.__module__, cls.__name__) == ("fairseq.dataclass.configs",
                                                                   "FairseqDataclass"):
-            made.__init_subclass__ = classmethod(_keep_identity_hash)
-        return made
+            decorated.__init_subclass__ = classmethod(_keep_identity_hash)
+        return decorated
 
     return dataclass
 

@@ -58,7 +58,7 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     made = {name: ExpertRanks(_ranks(name, layer, rank, targets, experts, rank_pattern or {}),
                               dict.fromkeys(TARGETS.values(), alpha), use_rslora, use_dora)
             for name, layer in layers.items()}
-    if not any(each.ranks for each in made.values()):
+    if not any(layer_ranks.ranks for layer_ranks in made.values()):
         raise ValueError(f"experts={short(experts)} with rank_pattern={short(rank_pattern)} leaves "
                          "no expert with an adapter. Pass global indices from 0, and patterns that "
                          "match NAME.experts.INDEX.TARGET")
@@ -149,5 +149,5 @@ def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
         return next((r for key, r in pattern.items() if re.match(rf"(.*\.)?({key})$", full)),
                     rank if chosen else 0)
 
-    found = {target: [of(expert, target) for expert in range(count)] for target in targets}
-    return {TARGETS[target]: ranks for target, ranks in found.items() if any(ranks)}
+    by_target = {target: [of(expert, target) for expert in range(count)] for target in targets}
+    return {TARGETS[target]: ranks for target, ranks in by_target.items() if any(ranks)}

@@ -161,8 +161,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:
     """Raise `ValueError` for `peft` adapters on modules that only our layers have."""
     inside = tuple(f"{START}{block}.moe." for block in blocks)
-    if found := sorted(name for name in state if name.startswith(inside)):
-        raise ValueError(f"{found[0]!r} adapts a module of our layer, which does not exist in the "
+    if names := sorted(name for name in state if name.startswith(inside)):
+        raise ValueError(f"{names[0]!r} adapts a module of our layer, which does not exist in the "
                          "model before swap_moe_blocks. Pass "
                          r"exclude_modules=r'.*\.moe\..*' to LoraConfig")
 

@@ -45,24 +45,24 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     with refused_if_unreadable(f"{str(path)!r} cannot be read", "get the file again"):
         checksums.verify(path)
         rest = load_file(path)
-    found, pattern = {}, {}
+    pairs, pattern = {}, {}
     ours = {place: target for target, place in TARGETS.items()}
     for name, block in swapped_blocks(model):
         stacks = stacks_of(block)
         targeted = _targeted(name.removeprefix(START), stacks, config.target_parameters or ())
         for place, pair in _pairs(name.removeprefix(START), block.moe, stacks, targeted, rest):
-            found[name, place] = stacks[place], pair
+            pairs[name, place] = stacks[place], pair
             r = pair[0].shape[0] // block.moe.config.num_experts
             pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[place]}"] = r
-    if not found:
+    if not pairs:
         raise ValueError(f"{str(folder)!r} has no adapters for the experts of "
                          f"{type(model).__name__}. The adapters must target stacks of experts "
                          "(target_parameters). Call swap_moe_blocks(model) first, or load the "
                          "folder with peft")
     _check_rest(model, rest, folder)
-    made = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
-                    use_rslora=config.use_rslora, freeze=freeze)
-    for (name, place), (stack, pair) in found.items():
+    adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
+                       use_rslora=config.use_rslora, freeze=freeze)
+    for (name, place), (stack, pair) in pairs.items():
         target = f"{name.removeprefix(START)}.experts.{stack.name}"
         layer = model.get_submodule(f"{name}.moe")
         _fill(layer, place, stack, pair)
@@ -72,7 +72,7 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
                               place: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
     if rest:
         peft.set_peft_model_state_dict(model, rest)
-    return made
+    return adapted
 
 
 def _refuse_pickles(folder: Path) -> None:
@@ -141,7 +141,7 @@ def _fill(layer: MoELayer, place: str, stack: PeftStack, pair: tuple[Tensor, Ten
     """Copy this rank's part of `lora_A` and `lora_B` into the layer."""
     name, bs, _ = PLACES[place]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
-    for each, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))
-                        }.items():
-        target = layer.experts.get_parameter(each)
-        target.copy_(value[local_window(each, tuple(value.shape), layer.placement)])
+    for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))
+                       }.items():
+        target = layer.experts.get_parameter(key)
+        target.copy_(value[local_window(key, tuple(value.shape), layer.placement)])

@@ -20,12 +20,12 @@ def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
     Raises:
         ValueError: the model has no adapters.
     """
-    found = {name: layer for name, layer in named_layers_in(model).items()
-             if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
-    if not found:
+    layers = {name: layer for name, layer in named_layers_in(model).items()
+              if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
+    if not layers:
         raise ValueError(f"{type(model).__name__} has no experts with adapters. Call "
                          "add_lora(model) first")
-    return found
+    return layers
 
 
 def merge_lora(model: nn.Module, keep: bool = False) -> None:
