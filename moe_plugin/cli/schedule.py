@@ -178,8 +178,8 @@ def schedule(args: argparse.Namespace) -> int:
             check_output(path)
     size = parse_size(args.size)
     if size < 1 or args.chunks < 1:
-            raise ValueError(f"--size {short(args.size)} and --chunks {short(args.chunks)} must be "
-                             "at least 1. Leave them out for the defaults")
+        raise ValueError(f"--size {short(args.size)} and --chunks {short(args.chunks)} must be at "
+                         "least 1. Leave them out for the defaults")
     network, note = find_network(args.topology, args.nodes)
     begin = time.perf_counter()
     computed = plan(network, args.collective, args.trees, overlap=args.overlap)

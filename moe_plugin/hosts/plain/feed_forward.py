@@ -142,7 +142,7 @@ def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
     with torch.no_grad(), torch.random.fork_rng(cards):
         for generator in (torch.default_generator, *map(torch.cuda.default_generators.__getitem__,
                                                         cards)):
-                generator.manual_seed(4)  # all ranks must reach the same decision
+            generator.manual_seed(4)  # all ranks must reach the same decision
         try:
             return all(_off(twin(ran.x_TD), ran.y_TD) <= NEAR for _ in range(TRAINED))
         except Exception:  # any error: the module is unknown

@@ -182,15 +182,15 @@ def _in_file(words: list[str]) -> list[str]:
     values = read_yaml(found.moe_config)
     section = values.get(_SECTION) or {}
     if not isinstance(section, Mapping):
-            raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}={short(section)} "
-                             "must be a mapping of fairseq's arguments to values. Write one "
-                             "argument per line")
+        raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}={short(section)} must "
+                         "be a mapping of fairseq's arguments to values. Write one argument per "
+                         "line")
     section = {str(name).replace("_", "-"): value for name, value in section.items()}
     ours = {spec.flag.removeprefix("--"): spec.path for spec in flag_specs()}
     for name in ours.keys() & section.keys():
-            raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}.{name} is a "
-                             "setting of moe-plugin. Outside of the section "
-                             f"{_SECTION}, write it as {ours[name] or 'a flag'}")
+        raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}.{name} is a setting "
+                         f"of moe-plugin. Outside of the section {_SECTION}, write it as "
+                         f"{ours[name] or 'a flag'}")
     arch = found.arch or section.get("arch")
     if isinstance(width := values.get("model_dim"), int) and width:
         section = {**({"encoder-embed-dim": width} if _translates(arch) else {}),
