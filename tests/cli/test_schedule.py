@@ -30,7 +30,7 @@ def test_it_prints_the_optimum_and_its_proof(capsys: pytest.CaptureFixture[str])
     for said in ("thin_link: 8 ranks, 2 switches, 18 wires",
                  "all_gather: 6.25 GB/s of result, the optimum; 1/x* = 32/25",
                  "right (4 of 8 ranks): 4 shards must leave; 1 wire leads out of it, 3.125 GB/s",
-                 "4 / 3.125 = 32/25 s per GB of a shard", "k = 1 trees of each rank",
+                 "4 / 3.125 = 32/25 s per GB of a shard", "k = 1 trees per rank",
                  "at least 16 ms", "with 64 chunks"):
         assert said in printed, said
     rows = {line[:28].strip(): line.split()[-2] for line in printed.splitlines()

@@ -176,7 +176,7 @@ def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Pat
                  "--model-overrides")
     for wrong in ("{'moe_dispatc':'padded'}", "{'model':{'moe_dispatc':'padded'}}"):
         run("fairseq-validate", f"{arguments} {wrong}").failed_with(
-            "--model-overrides: 'moe_dispatc' is no setting: did you mean moe_dispatch?")
+            "--model-overrides: 'moe_dispatc' is not a setting; did you mean moe_dispatch?")
     run("fairseq-validate", f"{arguments} {{'moe_dispatch':'nothing'}}").failed_with("'nothing'")
     found = run("fairseq-validate", f"{arguments} {{'moe_dispatch':'ragged'}}").ok()
     assert "lacks the setting moe_dispatch of a newer release; --model-over" in found.log
