@@ -274,7 +274,7 @@ def test_the_commands_and_what_inspect_shows(tmp_path: Path,
     said = capsys.readouterr().out
     assert "plain to plain" in said and "peak memory" in said
     assert main(["reshard", str(source), str(target), "--ep", "4"]) == 0
-    assert "there already" in capsys.readouterr().out
+    assert "already exists and is complete" in capsys.readouterr().out
     assert main(["reshard", str(source), str(target), "--ep", "8"]) == 2
     assert "--force" in capsys.readouterr().err
     assert main(["inspect", str(target)]) == 0

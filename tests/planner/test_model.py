@@ -233,7 +233,7 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
 
 def test_a_host_that_cannot_is_told() -> None:
     plan = ModelPlan(tp=2, pp=1, dp=2, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
-    with pytest.raises(ValueError, match="plan with --host fairseq"):
+    with pytest.raises(ValueError, match="Plan with --host fairseq"):
         host_flags(model(), plan, "fairseq")
     with pytest.raises(ValueError, match="unknown host"):
         host_flags(model(), plan, "other")
@@ -280,7 +280,7 @@ def test_command_text_and_files(tmp_path: Path, capsys) -> None:
 def test_the_command_writes_a_line_that_its_host_takes(more: list[str], tmp_path: Path,
                                                        capsys) -> None:
     assert main([*ARGS, "--write", str(tmp_path / "out"), *more]) == 0
-    assert "launch.sh, which trains it:" in capsys.readouterr().out
+    assert "launch.sh, the launch script:" in capsys.readouterr().out
     [words] = commands((tmp_path / "out" / "launch.sh").read_text().replace(' "$@"', ""))
     Shell(tmp_path)(words, runs=False)
 
@@ -288,7 +288,7 @@ def test_the_command_writes_a_line_that_its_host_takes(more: list[str], tmp_path
 @pytest.mark.parametrize("more", [["--data", "x"], ["--script", "x"], ["--auto"]])
 def test_what_only_writing_reads_is_refused_without_it(more: list[str], capsys) -> None:
     assert main([*ARGS, *more]) == 2
-    assert f"{more[0]} says what --write DIR writes" in capsys.readouterr().err
+    assert f"{more[0]} only affects the files of --write DIR" in capsys.readouterr().err
 
 
 def test_command_json(capsys) -> None:

@@ -54,7 +54,7 @@ def test_experts_are_spread_over_as_many_ranks_as_fit() -> None:
         [1, 2, 1, 2, 4, 4]
     assert Evaluation(4, asked=2).expert_ranks(4) == 2
     assert Evaluation(8, asked=8).expert_ranks(4) == 8
-    with pytest.raises(ValueError, match=r"=3 is out of bounds: must divide the 4 evaluating"):
+    with pytest.raises(ValueError, match=r"=3 is out of bounds. It must divide the 4 evaluating"):
         Evaluation(4, asked=3).expert_ranks(4)
 
 
@@ -75,7 +75,7 @@ def test_settings_of_the_ranks_that_trained_are_left_out(
         settings: dict[str, str], words: str, caplog: pytest.LogCaptureFixture) -> None:
     with evaluating(), caplog.at_level("INFO", logger="moe_plugin"):
         model = language_model(**settings)
-    assert f"which an evaluation leaves out: {words}" in caplog.text
+    assert f"which describe the ranks of the training: {words}" in caplog.text
     config = moe_layers(model)[0].moe_layer.moe.given
     assert (config.parallel.r, config.parallel.spill, config.parallel.speeds,
             config.comm.topology) == (None, None, None, "detect")
@@ -176,10 +176,10 @@ def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Pat
                  "--model-overrides")
     for wrong in ("{'moe_dispatc':'padded'}", "{'model':{'moe_dispatc':'padded'}}"):
         run("fairseq-validate", f"{arguments} {wrong}").failed_with(
-            "--model-overrides: 'moe_dispatc' is no setting: did you mean moe_dispatch?")
+            "--model-overrides: 'moe_dispatc' is not a setting; did you mean moe_dispatch?")
     run("fairseq-validate", f"{arguments} {{'moe_dispatch':'nothing'}}").failed_with("'nothing'")
     found = run("fairseq-validate", f"{arguments} {{'moe_dispatch':'ragged'}}").ok()
-    assert "has no setting moe_dispatch, which is of a newer release: it is ragged" in found.log
+    assert "lacks the setting moe_dispatch of a newer release; --model-over" in found.log
 
 
 @pytest.mark.distributed

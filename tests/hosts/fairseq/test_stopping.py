@@ -97,7 +97,7 @@ def test_a_finished_run_says_so_and_trains_no_further_step(corpus: Corpus, tmp_p
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again = run("fairseq-train", f"{line} {limits}").ok()
     flag, number = limits.split()
-    assert f"the run of {tmp_path} is finished: it has {number} of {flag} {number}" in again.log
+    assert f"run of {tmp_path} is finished: it has done {number} of {flag} {number}" in again.log
     assert not again.steps and first.steps
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     more = run("fairseq-train", f"{line} {flag} {int(number) + 1}").ok()
