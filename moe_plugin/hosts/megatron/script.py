@@ -251,9 +251,7 @@ class Script:
         return done
 
     def _reached(self, iteration: int) -> int:
-        """Return the step that an iteration makes; they differ after another replica's state was
-        received.
-        """
+        """Return an iteration's step, which jumps when another replica's state is received."""
         return self.taken.get(iteration - 1, iteration - 1) + 1
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
