@@ -58,7 +58,7 @@ def test_a_published_launch_script_needs_no_change(data: str) -> None:
     [(record, said)] = on_ranks(1, _run, argv)
     assert set(record["balance"]) == {"layer2"}
     assert {"seq_load_balancing_loss", "load_balancing_loss"} <= set(record["aux_losses"])
-    [line] = [text for text in said if text.startswith("left out, because this run is on CPU")]
+    [line] = [text for text in said if text.startswith("arguments ignored on CPU, because")]
     for name in ("--moe-permute-fusion", "--moe-token-dispatcher-type flex",
                  "--attention-backend fused", "--distributed-backend nccl"):
         assert name in line
@@ -127,7 +127,7 @@ def test_a_list_of_layers_is_written_in_brackets(capsys: pytest.CaptureFixture[s
     parser.add_argument("--moe-layer-freq", type=int)
     with pytest.raises(SystemExit):
         parser.parse_args(["--moe-layer-freq", "0,1,0,1"])
-    assert "write a list of layers as '[0,1,0,1]'" in capsys.readouterr().err
+    assert "write the list of layers as '[0,1,0,1]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("local", "said"), [(None, True), ("0", True), ("1", False)])
