@@ -48,8 +48,8 @@ def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_pa
     assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
     before = {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")}
     lines = _said([*arguments, "7"], tmp_path)
-    assert f"the run in {save} is finished: {saved} of --train-iters 7 iterations are done. Use a " \
-        "larger --train-iters to continue." in lines
+    assert f"the run in {save} is finished: {saved} of --train-iters 7 iterations are done. Use " \
+        "a larger --train-iters to continue." in lines
     assert {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")} == before
 
 
