@@ -105,8 +105,9 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
-    """Return the rank that failed and its error, also for torch's error that is raised on all
-    ranks.
+    """Return the rank that failed and the error of this rank.
+
+    A CheckpointException of torch is raised on all ranks and contains the error of the failed rank.
     """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
@@ -154,8 +155,8 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     This is a collective call.
 
     Raises:
-        ValueError: `work` failed on the first rank; raised on every rank. Errors of other types are
-            converted by `unreadable`.
+        ValueError: `work` failed on the first rank. The error is raised on every rank. Errors of
+            other types are converted by `unreadable`.
     """
     result: Any = None
     error: ValueError | None = None
@@ -268,10 +269,10 @@ def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
 
 
 def older(root: str, iteration: int) -> list[int]:
-    """Return the iterations of the checkpoints before `iteration`, newest first; equal on all
-    ranks.
+    """Return the iterations of the checkpoints before `iteration`, with the newest iteration first.
 
-    A folder without a description is ignored, because its save was interrupted.
+    The list is equal on all ranks. A folder without a description is ignored, because its save was
+    interrupted.
     """
     names = os.listdir(root) if os.path.isdir(root) else []
     found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]

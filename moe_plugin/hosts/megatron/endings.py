@@ -45,15 +45,15 @@ _OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportE
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
     """Run the whole work of a process and return its exit status.
 
-    Usage errors end with a message and status 2. Numbers that stay not finite, wrong results of a
-    rank, a full disk and the end of another rank end with a message and status 1 on every rank.
-    Only the first rank that has a message prints it.
+    Usage errors end with a message and status 2. Numbers that remain non-finite, wrong results of a
+    rank, a full disk, and the end of another rank lead to a message and status 1 on every rank.
+    Only the first rank that has a message prints the message.
 
     Args:
         prog: the program's name, which starts the message.
         work: the function to run.
-        given: returns the parsed arguments by name, so that messages use the names of settings that
-            the user wrote.
+        given: function that returns the parsed arguments by name, so that messages use the names of
+            settings that the user wrote.
     """
     status = 0
     try:
@@ -88,8 +88,8 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
 def end_process(main: Callable[[], int]) -> None:
     """Run the main function and end the process with its status.
 
-    After an error the process ends at once. It does not wait for the threads of process groups
-    whose other ranks still work.
+    After an error the process ends at once, without waiting for the threads of process groups in
+    which other ranks still work.
     """
     try:
         status = main()
@@ -105,8 +105,8 @@ def end_process(main: Callable[[], int]) -> None:
 def of_a_script(error: Exception) -> str | None:
     """Return the message of an error that needs no traceback, or None if the traceback is needed.
 
-    A `ValueError` raised by user code needs a traceback. A `ValueError` raised by this package and
-    an error from Megatron's argument checks do not.
+    A `ValueError` raised by user code needs a traceback. No traceback is needed for a `ValueError`
+    raised by this package or an error from Megatron's argument checks.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):

@@ -174,7 +174,7 @@ class OracleLosses:
 class EnsembleErrors(RunFeature):
     """A run feature that counts the wrong predictions of the heads in a model.
 
-    It must come after the features that skip or repeat a step.
+    Place this feature after the features that skip or repeat a step.
 
     chunks: chunks of the model. On stages without an output layer the chunks contain no heads.
 

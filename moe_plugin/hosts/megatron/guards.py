@@ -133,7 +133,7 @@ class FileSteps(StepVotes):
         if total % parts:
             raise ValueError(
                 f"guard.assignment={guard.assignment!r} divides a step into {parts} parts, but the "
-                f"step has {total} micro-batches, which is not a multiple. Use another "
+                f"number of micro-batches, {total}, is not a multiple of {parts}. Use another "
                 "--global-batch-size, or guard.assignment='cyclic'.")
         # `finalize_model_grads` would otherwise sum the gradients over all ranks after the vote
         self.chunk.finish_grad_sync = lambda **_: None
@@ -149,9 +149,10 @@ class FileSteps(StepVotes):
         other than the last stage the returned tensor is empty. This is a collective call.
 
         Args:
-            passes: runs Megatron's forward and backward passes on the given number of
+            passes: function that runs Megatron's forward and backward passes on the given number of
                 micro-batches.
-            sums: reduces the logged values of some micro-batches to a float tensor [2] or longer.
+            sums: function that reduces the logged values of some micro-batches to a float tensor
+                [2] or longer.
         """
         config = self.config
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None

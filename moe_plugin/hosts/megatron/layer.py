@@ -68,8 +68,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     Args:
         config: `TransformerConfig`.
-        submodules: `MoESubmodules` of the native spec. Its shared experts and an injected router
-            are used; its experts are ignored.
+        submodules: `MoESubmodules` of the native spec. The shared experts and an injected router of
+            the spec are used, but the experts of the spec are ignored.
         layer_number: 1-based number of the transformer layer.
         pg_collection: Megatron's process groups. Defaults to the groups in Megatron's global state.
         settings: our settings by dotted path (see `moe_plugin.config`). Defaults to the settings

@@ -86,7 +86,7 @@ def _layers_a_prediction(config: Any) -> int:
 def _hybrid_parts() -> tuple[str, str, int]:
     """Return the layer symbols, the layer symbols of a prediction, and the number of predictions.
 
-    All three describe the hybrid model that Megatron's script trains. They are empty for other
+    The values describe the hybrid model that Megatron's script trains, and are empty for other
     models.
     """
     main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")

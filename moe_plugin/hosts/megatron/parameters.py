@@ -24,12 +24,13 @@ def mark(experts: nn.Module) -> None:
 
     `allreduce = False`: the gradient is stored in the expert buffers, summed over the ranks that
     store the same experts, and divided by the data-parallel size. Without expert parallelism
-    Megatron's own layer uses the dense buffers, but our layer always uses the expert buffers. The
-    results are equal. Replicas are also right if experts are split differently from dense layers.
-    The optimizer has the same parts at every expert-parallel size, so its checkpoint can be loaded
-    at another size. `tensor_model_parallel = True`: the gradient norm counts the parameter on every
-    rank of its model-parallel group, because each of these ranks stores different experts or
-    slices. Expert biases are treated as vectors by the optimizers.
+    Megatron's own layer uses the dense buffers, but our layer always uses the expert buffers. Both
+    choices give equal results. Expert buffers are also correct if experts are split differently
+    from dense layers, and the optimizer then has the same parts at every expert-parallel size, so
+    its checkpoint can be loaded at another size.
+    `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its
+    model-parallel group, because each of these ranks stores different experts or slices.
+    Expert biases are treated as vectors by the optimizers.
     """
     biases_are_vectors()
     for parameter in experts.parameters():

@@ -30,7 +30,7 @@ from moe_plugin.training.run import Run
 def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's `get_forward_backward_func` so that a run's features control the passes.
 
-    run: returns the current run.
+    run: function that returns the current run.
     """
 
     def found(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -107,10 +107,10 @@ class Rewindable:
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
     """Yield a function that restarts the current step if a replica of the run is lost.
 
-    After the function is called, the step's micro-batches are read again. If its argument is n, the
-    micro-batches of the step n steps later are read, because the state of that step was received
-    from another replica. The data of the next iteration is not consumed. Without replicas no data
-    is retained.
+    The function must be called with a number n. With n = 0 the step's micro-batches are read again.
+    With a larger n the micro-batches of the n-th following step are read, because the state of that
+    step was received from another replica. The data of the next iteration is not consumed. Without
+    replicas no data is retained.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None

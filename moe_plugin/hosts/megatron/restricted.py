@@ -85,7 +85,7 @@ def _torch_load(f: Any, *args: Any, **options: Any) -> Any:
 
 
 def _is_unlimited() -> bool:
-    """Return whether the caller of the function that calls this may unpickle any class."""
+    """Return whether the module that called the wrapped function may unpickle any class."""
     reader = str(sys._getframe(2).f_globals.get("__name__"))
     return not reader.startswith(_READERS) or trusts_files()
 

@@ -58,9 +58,9 @@ def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
 
 
 class MegatronStart(StepStart):
-    """The state that Megatron's passes change, to repeat the passes from the same state.
+    """A snapshot of the state that Megatron's passes change, used to repeat the passes.
 
-    It includes the random generators that Megatron uses in its parallel regions.
+    The snapshot includes the random generators that Megatron uses in its parallel regions.
     """
 
     def __init__(self, chunks: list[Any]) -> None:

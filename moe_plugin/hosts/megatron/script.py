@@ -48,8 +48,9 @@ _SEAM = "get_forward_backward_func"  # imported by name into Megatron's training
 def observe_script() -> Script:
     """Connect a run's features to Megatron's `pretrain` for the rest of the process.
 
-    The features run around its steps. The log, token ids for the layers, `--moe-fused-adam` and
-    `--pipeline-schedule` are connected, too. Close the returned object at the end.
+    The features then run around Megatron's steps. The log, token ids for the layers,
+    `--moe-fused-adam` and `--pipeline-schedule` are connected, too. Close the returned object at
+    the end.
     """
     script = Script()
     guard_all_optimizers(lambda: script.run)

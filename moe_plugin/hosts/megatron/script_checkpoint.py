@@ -213,7 +213,8 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
     scheduler: learning-rate scheduler, or None if the run only evaluates.
     Raises:
-        CheckpointError: checkpoints exist, but no checkpoint is intact. Raised on every rank.
+        CheckpointError: checkpoints exist, but no checkpoint is intact. The error is raised on
+            every rank.
         ValueError: there is no checkpoint to evaluate.
     """
     asked = arguments.get("ckpt_step")

@@ -59,7 +59,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
     Args:
         given: arguments of `setup_model_and_optimizer` by name.
-        run: returns the current run.
+        run: function that returns the current run.
     """
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)

@@ -60,8 +60,9 @@ class ScriptReport:
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
-        """Log where the run starts, and prepare the message for a stop. Call it after the model
-        is loaded.
+        """Log where the run starts, and prepare the message for a stop.
+
+        Call this method after the model is loaded.
         """
         args, done = self.args, self.args.get("iteration") or 0
         self.done = self._begun = done

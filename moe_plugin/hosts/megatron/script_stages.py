@@ -69,8 +69,8 @@ def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callab
 def follow(stages: Callable[[], StageLayouts | None]) -> None:
     """Make Megatron's groups and checkpoints fit the stages for the rest of the process.
 
-    stages: returns the stages of the run once its arguments are parsed, or None if all stages have
-        the same layout.
+    stages: function that returns the stages of the run once its arguments are parsed, or None if
+        all stages have the same layout.
     """
     make = ps.initialize_model_parallel
     signature = inspect.signature(make)

@@ -6,10 +6,10 @@ repeat the same parameters. The description of this rank's experts is left out a
 sharded tensors store experts by global index, so a checkpoint can be loaded at any expert-parallel
 size.
 
-Tuner state (of `parallel: auto`) is optional. It is one object per layer, stored under the layer's
-global number. Every pipeline stage saves the objects of its own layers. If replicas of the experts
-have learned different layouts, the state of the first replica is saved. Results for another number
-of ranks are left out.
+Tuner state (of `parallel: auto`) is optional. The state is stored as one object per layer under the
+layer's global number. Every pipeline stage saves the objects of its own layers. If replicas of the
+experts have learned different layouts, the state of the first replica is saved. Results for another
+number of ranks are left out.
 
 The state of a predicted layout is stored in the same way under `load_without_missing`. Without this
 function Megatron refuses a checkpoint that lacks a requested object, and checkpoints of another

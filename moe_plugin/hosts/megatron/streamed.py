@@ -84,7 +84,7 @@ class ModelPart(nn.Module):
 
 
 class MegatronTrainer(StreamedTrainer):
-    """A `StreamedTrainer` with random numbers from Megatron's tracker of random states as well."""
+    """A `StreamedTrainer` that also sets the random states of Megatron's tracker."""
 
     def __init__(self, calls: _Calls, *args: Any, **kwargs: Any) -> None:
         self.calls = calls
@@ -246,7 +246,7 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
     """Build the model in parts and its optimizer. Megatron's groups must be initialised.
 
     Args:
-        make: builds a pipeline stage of the model, possibly with only some of the layers.
+        make: function that builds a pipeline stage, possibly with only some of the layers.
         args: arguments of a training script.
         settings: our settings, by dotted path.
     Raises:

@@ -66,7 +66,7 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
 
     Args:
         optimizer: the optimizer to load, or None if the model is only evaluated.
-        iteration: the iteration to load. Defaults to the newest one.
+        iteration: the iteration to load. Defaults to the newest iteration.
     Raises:
         ValueError: the checkpoint belongs to another model, is damaged, or does not contain
             streamed weights; or there is no checkpoint to evaluate.

@@ -137,7 +137,8 @@ class StreamedNorm:
     Args:
         max_norm: bound for the norm of all gradients; 0 disables clipping.
         scaler: loss scaler; gradients are divided by its scale. None if the loss is not scaled.
-        ranks: reduces the gradients over ranks first. None with a single rank.
+        ranks: object that reduces the gradients over ranks before the norm is computed, or None
+            with a single rank.
     """
 
     def __init__(self, max_norm: float, scaler: Any = None,

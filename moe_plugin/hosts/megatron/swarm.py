@@ -215,7 +215,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: Forwa
 
     Args:
         given: arguments of `setup_model_and_optimizer` by name.
-        run: returns the current run.
+        run: function that returns the current run.
         forward_step: the forward step of the script.
     """
     arguments = script_arguments()

@@ -18,7 +18,8 @@ def wrap(name: str, around: Around) -> None:
     Each `around` is added only once.
 
     name: name of a function of `megatron.core.dist_checkpointing`.
-    around: is called with the original function and the call's arguments by Megatron's names.
+    around: function that is called with the original function and the call's arguments by
+        Megatron's names.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):

@@ -109,11 +109,12 @@ def has_groups() -> bool:
 
 
 def destroy_groups() -> None:
-    """Destroy Megatron's groups, and more groups that `destroy_model_parallel` of 0.15 to 0.19
+    """Destroy Megatron's groups, and the groups that `destroy_model_parallel` of 0.15 to 0.19
     misses.
 
-    The records of auxiliary losses contain missed groups, too. In a forked process that creates new
-    groups, missed groups would be destroyed and would wait forever for threads that a fork lacks.
+    Some missed groups are stored in the records of auxiliary losses. A process that is forked later
+    and creates new groups would destroy the missed groups, and wait forever for threads of its
+    parent.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -153,7 +154,7 @@ def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
 
 
 def is_native_router(router: torch.nn.Module) -> bool:
-    """Return whether a router is Megatron's own or a subclass, which weights losses identically."""
+    """Return whether a router is Megatron's own router or an instance of a subclass."""
     return isinstance(router, TopKRouter)
 
 
@@ -184,9 +185,9 @@ class Undropped:
 
 def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
-    """Return (probs_TE, routing_map_TE, both before dropping) of a native router.
+    """Return (probs_TE, routing_map_TE, undropped) of a native router.
 
-    The third value is None unless the router has a capacity.
+    The third value contains the choices before dropping. It is None without a capacity.
 
     padding_SB: True for padding; ignored if this version's router does not accept a mask.
     """
@@ -201,7 +202,7 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tenso
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list that receives what Megatron's router passes to its own dropping of choices.
+    """Yield a list that receives the choices of Megatron's router before its capacity drops some.
 
     The router returns only the remaining choices, and padding adds experts that no token chose.
     """
@@ -286,10 +287,7 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """One named auxiliary loss of the log: sums over micro-batches by layer, [layers].
-
-    The other attributes define how the values are reduced over ranks.
-    """
+    """A loss in Megatron's log: sums by layer, [layers], and how ranks are reduced."""
 
     values: Tensor
     reduce_group: Group | None
@@ -393,7 +391,7 @@ def _is_stack(submodules: Any) -> bool:
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return whether layers use Transformer Engine; None means: if Megatron can import it."""
+    """Return `wanted`, or, if `wanted` is None, whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 

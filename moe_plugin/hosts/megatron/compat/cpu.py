@@ -47,7 +47,7 @@ PATCHES: list[Patch] = []
 
 def patch_in(patches: list[Patch], target: str, versions: str,
              reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Append the decorated function to `patches`; a decorator."""
+    """Decorator that appends a function to `patches`."""
 
     def add(apply: Callable[[], None]) -> Callable[[], None]:
         patches.append(Patch(target, versions, reason, apply))

@@ -169,7 +169,7 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(found: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names about experts that neither appear in a row nor are newer names of a row."""
+    """Return the names of settings about experts that have no row, not even under an older name."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in found if of_experts(name) and name not in known)
 
@@ -208,8 +208,7 @@ def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, An
     """Raise a `ValueError` for an unknown argument about experts of Megatron's own script.
 
     Args:
-        defaults: defaults of those of Megatron's arguments that differ from their defaults, by
-            name.
+        defaults: defaults, by name, of Megatron's arguments that differ from their defaults.
         given: all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):

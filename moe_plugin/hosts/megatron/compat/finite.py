@@ -33,8 +33,8 @@ class PreparedGradients:
     The replacement returns True, which skips the step, if a feature of the run skips it.
 
     Args:
-        optimizer: Megatron's outermost optimizer, whose `step` then skips.
-        run: returns the current run.
+        optimizer: Megatron's outermost optimizer; its `step` calls the replacement.
+        run: function that returns the current run.
 
     Attributes:
         loss_is_finite: set to False before a step to skip that step.
@@ -117,7 +117,8 @@ def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
 
     This supports scripts that build their own optimizers.
 
-    run: returns the current run. Defaults to a run that skips steps that are not finite.
+    run: function that returns the current run. Defaults to a run that skips steps that are not
+        finite.
     """
     from megatron.core.optimizer import optimizer
 

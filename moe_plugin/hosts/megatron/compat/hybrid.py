@@ -45,7 +45,8 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
     Args:
         config: `TransformerConfig`.
         pattern: symbols of the layers.
-        transformer_engine: whether to use Transformer Engine. Defaults to whether it is installed.
+        transformer_engine: whether to use Transformer Engine, which is by default used if it is
+            installed.
     Raises:
         ValueError: a layer of the pattern cannot be built. The message contains the remedy.
     """
@@ -107,9 +108,9 @@ def _refuse(pattern: str, symbols: set[str], why: str) -> None:
 
 
 class LocalStack(HybridStack):
-    """A hybrid stack with a last norm `norm(config, hidden_size, eps)`.
+    """A hybrid stack that builds its final norm with `norm(config, hidden_size, eps)`.
 
-    Megatron's own stack always uses Transformer Engine's norm, even if the spec names another one.
+    Megatron's own stack always uses Transformer Engine's norm, even if the spec names another norm.
     """
 
     def __init__(self, *args: Any, norm: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:

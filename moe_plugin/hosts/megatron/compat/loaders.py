@@ -42,9 +42,10 @@ def split_of(dataset: Any) -> str | None:
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Make `build_pretraining_data_loader` return the micro-batches of all ranks inside the block.
 
-    Every rank receives all ranks' micro-batches of a training set in turn, for steps in which
-    several ranks compute the same micro-batches. Versions 0.15 to 0.19 read the rank and the number
-    of ranks from `parallel_state`.
+    Every rank receives all ranks' micro-batches of a training set, in an order that alternates
+    between the ranks. This is needed in steps in which several ranks compute the same
+    micro-batches. Versions 0.15 to 0.19 read the rank and the number of ranks from
+    `parallel_state`.
     """
     if split_of(dataset) not in (None, "train"):
         yield

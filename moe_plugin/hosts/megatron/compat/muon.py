@@ -2,9 +2,9 @@
 
 Supports versions 0.18 to main with the package `emerging_optimizers`. Megatron orthogonalizes
 parameters that are matrices and uses Adam for all other parameters. Megatron's expert weights are
-matrices, but ours are stacks of matrices, which Megatron would not recognise. `prepare` changes
-this: the same function updates the matrix of each expert (`experts.matrices`). Biases, which are
-stacks of vectors, still use Adam.
+matrices, but ours are stacks of matrices, which Megatron would not recognise. The function
+`prepare` changes Megatron so that the same algorithm updates the matrix of each expert
+(`experts.matrices`). Biases, which are stacks of vectors, still use Adam.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _teach(module: ModuleType) -> None:
 
 
 def _with_stacks(key: Any) -> Any:
-    """Return a `ParamKey` for parameters that are not matrices, changed to exclude our stacks."""
+    """Return a `ParamKey` for parameters that are not matrices, without our stacks of matrices."""
 
     def added(predicate: Any) -> Any:
         return replace(predicate, fn=lambda p: is_vector(p) or (
@@ -150,7 +150,9 @@ class _Together:
         self.data = SimpleNamespace(nelement=lambda: size)
 
     def dim(self) -> int:
-        """Return the number of dimensions of each parameter, which main uses to estimate costs."""
+        """Return the number of dimensions of each parameter; Megatron's main branch needs the
+        number.
+        """
         return self.members[0].dim()
 
     def places(self, start: int, bucket: int) -> Iterable[tuple[Tensor, tuple[int, int, int]]]:

@@ -79,9 +79,10 @@ def biases_are_vectors() -> None:
     """Make Megatron's optimizers treat our experts' biases like the biases of Megatron's own
     experts.
 
-    Our biases are stacks of vectors. They get no weight decay, and learning rates that do not
-    follow the model's width (`--use-mup`). The change remains for the rest of the process. Versions
-    0.15 to main choose options by the names and numbers of dimensions of parameters.
+    Our biases are stacks of vectors. After this call the biases get no weight decay, and learning
+    rates that do not follow the model's width (`--use-mup`). The change remains for the rest of the
+    process. Versions 0.15 to main choose options by the names and numbers of dimensions of
+    parameters.
     """
     core = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -103,7 +104,7 @@ def parts(optimizer: Any) -> list[Any]:
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return this rank's gradients that count in the norm; the method has another name in 0.19."""
+    """Return this rank's gradients that count in the norm. Megatron 0.19 has renamed the method."""
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
@@ -210,8 +211,8 @@ def float32_parameters_first() -> None:
 def prepare_optimizer_for_load(optimizer: Any) -> None:
     """Create the empty state of a distributed optimizer into which its checkpoint is loaded.
 
-    Without Apex and Transformer Engine 0.15 to 0.19 read the step number from that state even
-    before loading. For SGD they call a function that does not exist.
+    Without Apex and Transformer Engine, versions 0.15 to 0.19 read the step number from this state
+    even before loading. For SGD these versions call a function that does not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",

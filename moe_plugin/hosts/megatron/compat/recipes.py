@@ -126,7 +126,8 @@ def recomputed(function: Callable[..., Any], config: Any, tp_group: Any,
                *inputs: Any) -> Any:
     """Return `function(*inputs)`, which is recomputed in the backward pass.
 
-    With recipes of Transformer Engine its own function is used, which saves the recipe's state.
+    With fp8 or fp4 recipes Transformer Engine's own function is used, because it saves the recipe's
+    state.
     """
     from megatron.core import tensor_parallel
 

@@ -1,7 +1,7 @@
 """Attention without Transformer Engine for context parallelism, packed sequences and latent
 attention.
 
-Megatron-core's own `DotProductAttention` supports none of these three, so they would not be
+Megatron-core's own `DotProductAttention` does not support these features, so they would not be
 available on CPU. Here a context-parallel rank gathers the keys and values of the whole sequence in
 the order of the tokens, and attends with its own queries. The results equal those of a single rank
 with the whole sequence, but memory is not saved as in ring attention. Packed sequences (THD) are

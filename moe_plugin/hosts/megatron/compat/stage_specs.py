@@ -22,9 +22,9 @@ class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
     """A block's spec by virtual stage, for scripts that pass only one spec to the model builder.
 
     Attributes:
-        layer_specs: specs of all layers of the model; multi-token prediction uses the last one.
-        of_stage: returns the spec of a virtual stage by its number, or by None without virtual
-            stages.
+        layer_specs: specs of all layers of the model; multi-token prediction uses the last spec.
+        of_stage: function that returns the spec of a virtual stage by its number, or by None
+            without virtual stages.
     """
 
     def __init__(self, whole: Any, of_stage: Callable[[int | None], Any]) -> None:

@@ -1,9 +1,10 @@
 """Processes that write Megatron's checkpoints and end with the rank that started them.
 
 Megatron's writers pass their results through a queue with a separate process of 280 MB, which waits
-for its rank without a limit. This process remains if both rank and launcher are killed (torchrun
-ends it while torchrun runs). A synchronous save does not need the process. In older versions (0.16)
-forks of the rank write the files. Forks remain if they wait to send more than a pipe can buffer.
+for its rank without a limit. The process remains if both the rank and the launcher are killed. (A
+running torchrun ends the process.) A synchronous save does not need the process. In older versions
+(0.16) forks of the rank write the files. Forks remain if they wait to send more than a pipe can
+buffer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
 
-Use this example as a start for your own script. It needs megatron-core 0.17 or newer, or a
+Use this example as a start for your own script. The script needs megatron-core 0.17 or newer, or a
 Megatron-LM checkout on PYTHONPATH, and imports nothing from moe_plugin. The layers are selected by
 `--spec` (by default our layers), and the launcher adds our other flags.
 

@@ -34,8 +34,9 @@ def scheduled(get: Callable[..., ForwardBackward],
               settings: Callable[[], PipelineConfig]) -> Callable[..., ForwardBackward]:
     """Wrap Megatron's `get_forward_backward_func` so that its training script uses a schedule.
 
-    settings: returns the settings. It is called at the first step, when the script has parsed its
-        arguments. The schedule is created once, so that measurements persist from step to step.
+    settings: function that returns the settings. The function is called at the first step, when the
+        script has parsed its arguments. The schedule is created once, so that measurements persist
+        from step to step.
     """
     made: dict[ForwardBackward, ForwardBackward] = {}
 

@@ -50,8 +50,8 @@ class MeasuredStep(Step):
             first forward pass is included only if it is the only one.
         backward_s: seconds of each backward pass, without the time spent waiting for transfers.
         activation_bytes: bytes that a forward pass saves for its backward pass.
-        transfer_s: seconds for sending a micro-batch's activations to the next stage (on the last
-            stage: from the previous stage).
+        transfer_s: seconds for sending a micro-batch's activations to the next stage; the last
+            stage measures the transfer from the previous stage.
     """
 
     def __init__(self, *args: Any) -> None:

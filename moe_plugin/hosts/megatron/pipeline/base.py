@@ -95,9 +95,10 @@ class PipelineSchedule:
 
 
 def gradient_group(group: Any) -> Any:
-    """Return a second group of these stages; with gloo the group itself. Collective over all ranks.
+    """Return a second group of these stages, or the given group with gloo.
 
-    Gloo separates the two directions by tags, so a second group is only needed with NCCL.
+    Gloo separates the two directions by tags, so a second group is only needed with NCCL. This is a
+    collective call of all ranks.
     """
     if dist.get_backend(group) != "nccl":
         return group

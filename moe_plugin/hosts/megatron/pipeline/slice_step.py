@@ -124,16 +124,13 @@ class CutModel:
 
 
 class Again:
-    """An iterator that repeats an item until `next_batch` is called.
-
-    The wrapped iterator may be None, in which case the `Again` object must not be read.
-    """
+    """An iterator that repeats an item until `next_batch` is called."""
 
     def __init__(self, data: Any) -> None:
         self._data, self._fresh, self._item = data, True, None
 
     def next_batch(self) -> None:
-        """Make the next item a new item."""
+        """Read a new item from the wrapped iterator when the next item is requested."""
         self._fresh = True
 
     def __iter__(self) -> Again:
