@@ -353,7 +353,7 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
             except CheckpointError as other:
                 logger.warning("%s", other)
                 continue
-            logger.warning("%s. Training resumes from the older checkpoint %s", error, path)
+            logger.warning("%s Training resumes from the older checkpoint %s", error, path)
             return path, meta
         raise
 
