@@ -42,8 +42,8 @@ def refuse_unmatched(native: Any) -> None:
     if count != given:
         raise ValueError(
             f"moe_aux_loss_coeff={short(weights)} has {given} values, but "
-            f"moe_router_load_balancing_type={short(kinds)} has {count} types. Pass one "
-            "coefficient for each type.")
+            f"moe_router_load_balancing_type={short(kinds)} needs {count}. Pass one coefficient "
+            "for each type.")
     if len(set(as_list(kinds))) != count:
         raise ValueError(
             f"moe_router_load_balancing_type={short(kinds)} contains a type more than once. Pass "

@@ -89,7 +89,7 @@ WRONG = {
     "few positions": (["--max-position-embeddings", "8"],
                       ("max_position_embeddings (8)", "32")),
     "a coefficient too many": (["--moe-aux-loss-coeff", "0.01", "0.001"],
-                               ("moe_aux_loss_coeff=[0.01, 0.001]", "must be 1", "'aux_loss'")),
+                               ("moe_aux_loss_coeff=[0.01, 0.001]", "needs 1", "'aux_loss'")),
     "a coefficient too few": (["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss",
                                "--moe-aux-loss-coeff", "0.01"],
                               ("moe_aux_loss_coeff", "moe_router_load_balancing_type")),
@@ -159,7 +159,7 @@ def test_other_learned_positions_than_saved_are_refused() -> None:
 
     saved = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
     mine = {**saved, "max_position_embeddings": 32}
-    with pytest.raises(ValueError, match="has max_position_embeddings=64, this run has .*=32;"):
+    with pytest.raises(ValueError, match="has max_position_embeddings=64, but this run has .*=32"):
         check_settings("saved", saved, mine)
     turned = {"position_embedding_type": "rope"}
     check_settings("saved", {**saved, **turned}, {**mine, **turned})

@@ -79,7 +79,7 @@ def test_graphs_are_refused(made_by: str) -> None:
     schedule: Any = EagerSchedule.__new__(EagerSchedule)
     schedule.settings = PipelineConfig(schedule="eager-1f1b")
     EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl="none"))
-    with pytest.raises(ValueError, match=f"cuda_graph_impl='{made_by}': must be 'none'"):
+    with pytest.raises(ValueError, match=f"cuda_graph_impl='{made_by}', which must be 'none'"):
         EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl=made_by))
 
 

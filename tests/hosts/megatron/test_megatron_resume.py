@@ -31,7 +31,7 @@ def test_a_longer_run_goes_on_and_says_what_is_computed_otherwise(
     folder, words = saved
     log = launched([*words, "--train-iters", "3", "--lr-decay-iters", "9", "--moe-router-topk", "1",
                     "--moe-router-pre-softmax", "--log-file", "log"], 1, folder)
-    assert "iter_0000002 was trained with moe_router_topk=2, this run has 1" in log
+    assert "iter_0000002 was trained with moe_router_topk=2, but this run uses 1" in log
     assert [json.loads(line)["iteration"] for line in (folder / "log").open()] == [3]
 
 

@@ -111,9 +111,9 @@ def test_a_checkpoint_of_other_settings_is_named(data: str, tmp_path: Path) -> N
     argv = [*UNTIED, "--weights-on", "host", "--moe-activation-path", str(tmp_path),
             "--data-path", data, "--train-iters"]
     assert on_ranks(1, refusal, [*argv, "1", "--save", saved]) == [""]
-    for more, said in ((["--optimizer", "sgd"], "has optimizer='AdamW', this run has optimizer="
+    for more, said in ((["--optimizer", "sgd"], "has optimizer='AdamW', but this run has optimizer="
                         "'SGD'"), (["--norm-epsilon", "0.1"], ""),
-                       (["--add-qkv-bias"], "has add_qkv_bias=False, this run"),
+                       (["--add-qkv-bias"], "has add_qkv_bias=False, but this run"),
                        (["--optimizer", "sgd", "--skip-train"], "")):
         [found] = on_ranks(1, refusal, [*argv, "2", *more, "--load", saved])
         assert said in found and bool(said) == bool(found), found
