@@ -112,7 +112,7 @@ def test_peers_and_trainers_come_and_go(data: str, tmp_path: Path) -> None:
         run.processes["a"].send_signal(signal.SIGKILL)
         run.processes["lead"].send_signal(signal.SIGSTOP)  # else it may end before the newcomer
         run.start("e", "--swarm", "peer")
-        run.until(lambda: "looks for a trainer" in run.said("e"), "e")
+        run.until(lambda: "is looking for a trainer" in run.said("e"), "e")
         run.processes["lead"].send_signal(signal.SIGCONT)
         run.ends("lead", "join", "b", "c", "d", "e")
     assert len(numbers(whole)) == 12 * 2 + 5
