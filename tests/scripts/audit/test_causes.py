@@ -69,7 +69,8 @@ FAULTS = {
     "overwritten": (
         Fault(experts=last), EXPERTS, "last micro-batch only", "", "overwrites the gradients"),
     "mean of means": (
-        Fault(**both(means)), EVERY, "mean of means", "", "divide each sum by the number of all tokens"),
+        Fault(**both(means)), EVERY, "mean of means", "",
+        "divide each sum by the number of all tokens"),
     "zero": (Fault(dense=lambda c, r, t: 0.0), DENSE, "zero", "", "detached"),
     "recomputed twice": (
         Fault(experts=lambda c, r, t: 1.0 + c.scenario.recompute), EXPERTS, "factor", "2",
