@@ -60,7 +60,7 @@ class RoutingCheck:
     Ids of experts that do not exist are reported by `check_range`.
 
     Attributes:
-        experts: number of experts E.
+        experts: number of experts, E.
     """
 
     experts: int
@@ -173,8 +173,8 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
     Args:
         config: settings of the layer.
-        comm: the ranks that store the experts. Defaults to this rank alone.
-        host: the facts that the host framework provides about the layer.
+        comm: group of the ranks that store the experts. Defaults to this rank alone.
+        host: information that the host framework provides about the layer.
         dtype, device: dtype and device of the parameters.
     """
     config.router.check_read()

@@ -109,9 +109,10 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
     Args:
         routers: the routers in the order of `router.name`.
         config: the settings `router`. Optional. By default the first router routes every call.
-        comm: the ranks that store the experts. With more than one rank, building is collective.
-        host: the facts that the host framework provides about the layer. The routers are built with
-            the same facts.
+        comm: group of the ranks that store the experts. With more than one rank, building is
+            collective.
+        host: information that the host framework provides about the layer. The routers are built
+            with the same facts.
         device: device of the saved number of steps.
     Attributes:
         layer: number of this MoE layer in its model, from 0. None if unknown. See `number_layers`.

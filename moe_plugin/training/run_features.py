@@ -92,11 +92,11 @@ class FeatureRow(NamedTuple):
     """An entry in the list of features.
 
     Attributes:
-        setting: setting, or section of settings, that enables the feature; empty if every run has
-            the feature.
-        kinds: classes of the feature.
-        make: creates the feature from settings and host information. The result is None if the
-            feature is disabled. Collective.
+        setting: name of the setting, or of the section of settings, that enables the feature; empty
+            string if every run has the feature.
+        kinds: classes of which the created feature can be an instance.
+        make: function that creates the feature from settings and host information. The result is
+            None if the feature is disabled. Collective.
     """
 
     setting: str
@@ -178,7 +178,8 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
     """Create the run of a host, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: the host does not support a feature, or the settings of a feature are invalid.
+        ValueError: If the host does not support a feature, or if the settings of a feature are
+            invalid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

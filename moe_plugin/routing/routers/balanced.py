@@ -56,7 +56,7 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
 
     Args:
         logits_TE: float, without gradient.
-        mask_T: bool, True for real tokens.
+        mask_T: bool, True for tokens that are not padding.
         rounds: number of rounds of scaling.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)

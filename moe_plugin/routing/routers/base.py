@@ -47,7 +47,8 @@ class Router(BuffersKeepDtype, RouterModule):
     parameters stay at least float32 when the model is cast (`half()`, `to(dtype)`, a host).
 
     Attributes:
-        own_losses: losses that this router can compute and some other routers cannot.
+        own_losses: names of losses that this router can compute and that some other routers cannot
+            compute.
         only_noisy: losses that are defined only if noise was added.
         adds_noise: whether `router.noise` is added to the logits.
         leaves_none: declares that `select` always chooses k experts, never -1. A class that
@@ -59,7 +60,7 @@ class Router(BuffersKeepDtype, RouterModule):
         divides_one: whether the weight of a single choice is also divided.
         layer_config: settings of the layer.
         config: the settings `router` of the layer.
-        comm: the ranks that store the experts.
+        comm: group of the ranks that store the experts.
         weight_ED: the linear map from tokens to logits, or None.
         logit_bias_E: the learned bias of the logits (`router.bias`), or None.
         adapted: whether an adapter trains the router, see `note_adapter`.

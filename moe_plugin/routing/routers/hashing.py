@@ -133,7 +133,7 @@ def balanced_table(counts_V: Tensor, experts: int,
 
     Args:
         counts_V: int64, how often each token occurs, >= 0.
-        experts: number of experts E.
+        experts: number of experts, E.
         generator: generator of the random order.
     """
     shuffled_V = torch.randperm(counts_V.numel(), generator=generator, device="cpu")
