@@ -40,7 +40,7 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
 
     Args:
         x: rows or tokens of width I.
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         w_LIO: weights [L, I, O], may be a transposed view.
         b_LO: biases [L, O], or None.
         token_R: token of each row, or None if x contains rows.
@@ -62,7 +62,7 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tens
 
     Args:
         x_RI, y_RI: rows [R, I].
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         w_LIO, v_LIO: weights [L, I, O], may be transposed views.
         precision: "ieee" or "tf32".
     """
@@ -80,7 +80,7 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
 
     Args:
         x: rows or tokens of width D.
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         w_LDF: weights [L, D, F].
         b_LF: biases [L, F], or None.
         token_R: token of each row, or None if x contains rows.
@@ -101,7 +101,7 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
 
     Args:
         x: rows or tokens of width D.
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         w_LDF, v_LDF: weights [L, D, F].
         b_LF, v_bias_LF: biases [L, F], both or none.
         token_R: token of each row, or None if x contains rows.
@@ -130,7 +130,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 
     Args:
         grad: gradient of rows or tokens of width D.
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         w_LFD: weights [L, F, D].
         h_RF, gate_RF: values [R, F] of the forward pass.
         scale_R: gate weight of each row, float32 [R] (float64 for float64 inputs), or None.
@@ -222,7 +222,7 @@ def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
 
     Args:
         grad: rows or tokens of width O.
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         token_R: token of each row, or None if grad contains rows.
         scale_R: float32 [R] (float64 for float64 inputs), or None.
     """

@@ -59,7 +59,7 @@ def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch
         codes_RD: e4m3 [R, D].
         scales_RB: float32 [R, ceil(D / block)].
         block: number of values that share a scale.
-        dtype: dtype of the result.
+        dtype: dtype of the resulting tensor.
     """
     width = codes_RD.shape[1]
     x_RBN = _blocks(codes_RD.float(), block) * scales_RB[:, :, None]
@@ -104,11 +104,11 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
 
     Args:
         codes, scales: rows or tokens of width I, see `quantize_fp8` with blocks of 128.
-        groups: rows of each expert.
+        groups: number of rows of each expert.
         codes_LIO, scales_LHW: weights, see `quantize_weights_fp8`.
         b_LO: biases [L, O] in `dtype`. Optional.
         token_R: see `kernels.expert_matmul`.
-        dtype: dtype of the result.
+        dtype: dtype of the resulting tensor.
     """
     wide = torch.promote_types(dtype, torch.float32)
     rows = dequantize_fp8.implementation("torch")(codes, scales, BLOCK, wide)
@@ -164,7 +164,7 @@ class Fp8Products(RoundedProducts):
 
     def product(self, rows: tuple[Tensor, Tensor], groups: RowGroups, weight: Fp8Weight,
                 b_LO: Tensor | None, token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Multiply rounded operands; see `RoundedProducts.product`."""
+        """Multiply the rounded operands; see `RoundedProducts.product`."""
         return expert_matmul_fp8(*rows, groups, weight.codes_LIO, weight.scales_LHW, b_LO, token_R,
                                  dtype)
 

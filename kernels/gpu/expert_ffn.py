@@ -65,8 +65,8 @@ def _products(precision: str) -> _Products | RoundedProducts:
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
     """Compute experts in grouped kernels with gather, activation and gate gradient; best on GPUs.
 
-    x: rows [R, D] or tokens [T, D]; returns the same shape and dtype, see `Strategy`. On other
-    devices the kernels' torch references run.
+    x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`. On
+    other devices the kernels' torch references run.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts

@@ -159,17 +159,16 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
     """Choose k experts per token one after another, and prefer nodes to which the token is sent
     anyway.
 
-    The nodes visited so far are the token's own node and the nodes of its earlier choices. An
-    expert is preferred, by adding `bias` to its score, if all nodes that store it are among these
-    nodes.
+    The nodes already used are the token's own node and the nodes of its earlier choices. An expert
+    is preferred, by adding `bias` to its score, if all nodes that store it are among these nodes.
 
     Args:
         scores_TE: scores, float.
         k: number of experts per token.
         nodes_EN: see `expert_nodes`.
-        own: the node of the tokens.
-        bias: bonus in units of a score. With 0 the k largest scores are chosen, ties going to the
-            lower index.
+        own: index of the node on which the tokens are.
+        bias: bonus that is added to a score, in the unit of the scores. If the bias is 0, the k
+            largest scores are chosen, and ties go to the lower index.
 
     Returns: int64 [T, K], the chosen experts.
     """

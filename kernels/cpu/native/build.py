@@ -1,7 +1,8 @@
-"""Compile this folder's C code for the processor, once per machine and user, and load it.
+"""Compilation of the C code in this folder for the processor, once per machine and user, and
+loading of the result.
 
-If this is not possible (no compiler, another processor), torch's operations are used, and
-`moe-plugin doctor` reports the reason.
+If this is not possible (because there is no compiler, or the processor is not supported), torch's
+operations are used, and `moe-plugin doctor` reports the reason.
 """
 
 from __future__ import annotations
