@@ -75,7 +75,8 @@ class Blocks:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the represented values [..., N], which are exact in bfloat16, float32 and
-        float64."""
+        float64.
+        """
         if self.tensor is None:
             codes, scales = self.codes.float(), power(self.scales)
         else:

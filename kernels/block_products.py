@@ -82,14 +82,16 @@ def _say_emulated(device: torch.device, name: str, why: str | None) -> None:
 
 class BlockWeight(RoundedWeight):
     """A weight that is divided into blocks along the summed dimension of its matmul, and the blocks
-    of its transpose."""
+    of its transpose.
+    """
 
     def __init__(self, blocks_LOI: Blocks, transposed: Blocks | None) -> None:
         self.blocks, self._transposed = blocks_LOI, transposed
 
     def transpose(self, first: int, second: int) -> BlockWeight:
         """Return the transposed weight, which is available only if the weight was created for
-        backward."""
+        backward.
+        """
         if {first, second} != {1, 2} or self._transposed is None:
             raise ValueError(f"A weight in blocks cannot exchange axes {first} and {second}. Only "
                              "axes 1 and 2 of a weight made with backward=True can be exchanged, "

@@ -60,7 +60,8 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
 @op
 def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
     """Return the load of each expert separately for each choice, int64 [K, E]. ids_TK: int64 [T,
-    K], the expert of each choice, in -1..E-1."""
+    K], the expert of each choice, in -1..E-1.
+    """
     bins = experts + 1
     load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
     # The modulo moves -1 to the last bin of each choice, which is removed at the end.

@@ -127,7 +127,7 @@ class FFNParameters:
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
-        """Return the inputs of one autograd function, and those of them that are in
+        """Return the inputs of one autograd function, and a mapping of those inputs that are in
         `main_grad_weights`.
 
         The inputs are [x, w_in, b_in, w_gate, b_gate, w_out, b_out], where x is [R, D] or [T, D].

@@ -6,9 +6,9 @@ shared by 128 values of a row, or by 128 x 128 values of a weight.
 The matmuls are the operations of `expert_matmul` over rows whose operands are both rounded first,
 as in DeepSeek-V3 (2024, section 3.3). Sums are computed in float32, and weight gradients stay in
 the layer's dtype. For finite inputs of ordinary magnitude, every operand x becomes `x (1 + e)` with
-|e| <= 2^-4, plus an error of at most 2^-10 of the scale of its block. The error of a product of K
-terms is therefore at most sum |x w| (2^-3 + 2^-8) plus this floor. With normally distributed values
-the error is about 4 % of the result's norm.
+|e| <= 2^-4, plus an error of at most 2^-10 of the scale of its block. The error of a sum of
+K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus this floor. For normally distributed
+values the error is about 4 % of the norm of the result.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class Fp8Weight(RoundedWeight):
 
 class Fp8Products(RoundedProducts):
     """Matmuls over rows in fp8. Weight gradients are computed from operands that are not
-    rounded."""
+    rounded.
+    """
 
     def weight(self, w_LIO: Tensor, backward: bool) -> Fp8Weight:
         """Round a weight; see `RoundedProducts.weight`."""

@@ -70,7 +70,8 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slot of each run in both buffers. For runs that are not stored there, return the
-    last slot."""
+    last slot.
+    """
     device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
     on_host_M = record_M >= device_slots
     return (torch.where(on_host_M | (record_M < 0), device_slots, record_M),
@@ -203,7 +204,8 @@ class RowGroups:
     @cached_property
     def group_R(self) -> Tensor:
         """The index of the group of each row, int64 [R] on the device. Filler rows are assigned to
-        the last group."""
+        the last group.
+        """
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
             group_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)

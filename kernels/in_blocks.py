@@ -66,7 +66,8 @@ class _InBlocks(torch.autograd.Function):
 def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
                    device: torch.device) -> None:
     """Raise a `ValueError` if the bits of a row depend on the position of the row in a block of
-    this size."""
+    this size.
+    """
     random = torch.Generator("cpu").manual_seed(0)
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
@@ -146,7 +147,8 @@ class ScoreInPieces(ScoreFunction):
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
     """The strategy `loop`, with matmuls in blocks of rows. The shapes and dtypes are the same as
-    for `loop`."""
+    for `loop`.
+    """
     outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:

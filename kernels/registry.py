@@ -1,5 +1,6 @@
 """The registry of operations, each of which has a torch implementation, and faster implementations
-for some devices."""
+for some devices.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ kernels: Registry[Op] = Registry("kernel")
 
 def op(fn: Callable[..., Any]) -> Op:
     """Decorate a torch reference, and register it as an operation under the name of the
-    function."""
+    function.
+    """
     operation = Op(fn.__name__, fn)
     kernels.register(fn.__name__)(operation)
     return operation

@@ -26,7 +26,8 @@ class RoundedWeight:
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
         """Swap axes 1 and 2, as required by the matmuls of backward. Other axes cannot be
-        swapped."""
+        swapped.
+        """
         raise NotImplementedError
 
 
@@ -35,7 +36,8 @@ Weight = Tensor | RoundedWeight
 
 class RoundedProducts:
     """The matmuls over rows in one format. The signatures are the same as in
-    `kernels.expert_matmul`."""
+    `kernels.expert_matmul`.
+    """
 
     def weight(self, w_LIO: Tensor, backward: bool) -> RoundedWeight:
         """Round a weight for a matmul that sums over the axis I.
@@ -102,7 +104,8 @@ class RoundedProducts:
               v_LDF: Weight, v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
               precision: str) -> tuple[Tensor, Tensor, Tensor]:
         """The operation `expert_matmul_gated` with rounded operands. The rows are rounded only
-        once."""
+        once.
+        """
         rows = self.rows(x, groups, token_R)
         h_RF = self._times(rows, groups, w_LDF, b_LF, token_R, x.dtype)
         gate_RF = self._times(rows, groups, v_LDF, v_bias_LF, token_R, x.dtype)
@@ -160,7 +163,8 @@ class RoundedWeights:
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
         """Return a parameter's value in the format. w_LIO: value of the parameter, which may have
-        been cast."""
+        been cast.
+        """
         rounded = self._made.get(name)
         if rounded is None or not rounded.still(parameter, w_LIO.dtype):
             # Always for backward, because the recomputation of a checkpoint reuses a weight that

@@ -251,7 +251,8 @@ class _Combine(torch.autograd.Function):
 
 class _Weigh(torch.autograd.Function):
     """The adjoint operation of `_Combine` with respect to its rows, together with the gradient of
-    the weights."""
+    the weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, source_R: Tensor,
@@ -302,7 +303,8 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
     """Return the values of the choices in each row, [R] in the dtype of the values. An empty slot
-    gets 0."""
+    gets 0.
+    """
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
@@ -310,7 +312,8 @@ def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
     """Return the values of the rows of each choice, [T, K] in the dtype of the values. A choice
-    without a row gets 0."""
+    without a row gets 0.
+    """
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:
@@ -321,7 +324,8 @@ def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) ->
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the results of `_Combine.backward` with operations that autograd can
-    differentiate."""
+    differentiate.
+    """
     # The products with 0 keep the results in the graph.
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0

@@ -55,7 +55,8 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
     """Return the value together with its graph, and its inputs. They are computed once per backward
-    pass."""
+    pass.
+    """
     if node.made is None:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]
         with torch.enable_grad():
@@ -65,7 +66,8 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 class _Produce(torch.autograd.Function):
     """The value of `produce(*inputs)`, for which backward differentiates the second run of
-    `produce`."""
+    `produce`.
+    """
 
     @staticmethod
     def forward(ctx: Any, produce: Function, *inputs: Tensor) -> Tensor:
@@ -107,7 +109,8 @@ class _Buffer:
 
     def rows(self) -> Tensor:
         """Return the rows [R, width]. The same tensor is returned as long as any reference to it
-        exists."""
+        exists.
+        """
         again = self._again()
         if again is None:
             with torch.no_grad():
@@ -132,7 +135,8 @@ class _View:
 
 class _Packer:
     """An object that decides which of autograd's saved tensors are rows, and stores each buffer
-    once."""
+    once.
+    """
 
     def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,
                  widths: Collection[int], others: Collection[int]) -> None:
@@ -143,7 +147,8 @@ class _Packer:
 
     def pack(self, saved: Tensor) -> Any:
         """Return a `_View` if the rows of the tensor are stored elsewhere, otherwise the tensor
-        itself."""
+        itself.
+        """
         part = self._part(saved)
         if part is None:
             return saved
@@ -161,7 +166,8 @@ class _Packer:
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
         """If a tensor is a view of rows, return (first element, width) of the view, otherwise
-        None."""
+        None.
+        """
         storage = saved.untyped_storage()
         if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
             return None

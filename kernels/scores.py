@@ -53,7 +53,8 @@ class ScoreFunction:
 
     def shares(self, scores_TE: Tensor) -> Tensor:
         """Return the scores divided by their sum, which is the distribution that losses and entropy
-        use."""
+        use.
+        """
         return scores_TE if self.is_softmax else shares(scores_TE)
 
 
@@ -116,7 +117,8 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
     """Compute `shares` of the weights that remain for each token, with zeros if no weight
-    remains."""
+    remains.
+    """
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
@@ -193,7 +195,8 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
     """Multiply the 16-bit matrices a and b with a float32 result, and then sum over consecutive
-    groups of `size` elements along `dim`."""
+    groups of `size` elements along `dim`.
+    """
     product = torch.mm(a, b, out_dtype=torch.float32)
     return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 

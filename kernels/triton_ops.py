@@ -56,7 +56,8 @@ def why_not(*args: Any) -> str | None:
 @functools.cache
 def no_bfloat16(device: torch.device) -> str | None:
     """Return the reason why a GPU does not support bfloat16, or None if it does. Cached per
-    device."""
+    device.
+    """
     return _below(device, (8, 0), "bfloat16")
 
 
@@ -75,7 +76,8 @@ def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | No
 
 def route_why_not(*args: Any) -> str | None:
     """Return the reason given by `why_not`, or the message that the kernel does not implement the
-    score function."""
+    score function.
+    """
     reason = why_not(*args)
     if reason is not None:
         return reason
@@ -162,7 +164,8 @@ def fp8_product_why_not(*args: Any) -> str | None:
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
     """Return the reason why a GPU does not support float8 e4m3fn, or None if it does. Cached per
-    device."""
+    device.
+    """
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]

@@ -197,7 +197,8 @@ class Workspace:
 
     def state(self, kind: type[T]) -> T:
         """Return the module's object of this type, which is created without arguments on first
-        use."""
+        use.
+        """
         with self._lock:
             if kind not in self._states:
                 self._states[kind] = kind()
@@ -216,7 +217,8 @@ class Workspace:
 
     def clear(self) -> None:
         """Discard all states, and release all free memory, including free memory of other
-        modules."""
+        modules.
+        """
         self.pool.clear()
         with self._lock:
             self._states = {}

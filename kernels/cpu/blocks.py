@@ -127,7 +127,8 @@ class UnitBlock:
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
     """Return units for the experts that have rows, where experts with up to `limit` rows in total
-    are joined if that is faster."""
+    are joined if that is faster.
+    """
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
         return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]
@@ -202,7 +203,8 @@ class Padding:
 
     def positions(self, position: Tensor) -> Tensor:
         """Return the positions, after padding is added, of rows (int64, any shape; -1 for no
-        row)."""
+        row).
+        """
         return self.padded_R[position]
 
 

@@ -118,7 +118,8 @@ class _FFNCall:
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
         """Allocate memory for the rows of all blocks (if `whole` is true), or for the rows of one
-        block at a time."""
+        block at a time.
+        """
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
@@ -135,7 +136,8 @@ class _FFNCall:
 
 def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
     """Return, for each block, the parts of a tensor [L, ...] that belong to the units of the
-    block."""
+    block.
+    """
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:
@@ -150,7 +152,8 @@ def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 class _Linear:
     """The operation `x @ w + b` for each expert. The views of all experts are created at the same
-    time; see `blocks`."""
+    time; see `blocks`.
+    """
 
     def __init__(self, call: _FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, call.blocks)
@@ -395,7 +398,8 @@ class _Backward:
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
         """Compute the gradients before the activation, and the values `inner` for the last weight
-        gradient."""
+        gradient.
+        """
         up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
@@ -434,13 +438,15 @@ class _Backward:
 
     def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
         """Split values of rows by block for `_native`. If the values are None, return None for each
-        block."""
+        block.
+        """
         blocks = self.call.blocks
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
         """Return the gradient of the output rows, to which the gates are not applied if `late` is
-        true."""
+        true.
+        """
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)

@@ -153,7 +153,8 @@ class RowRule:
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
     """Return the rule for matmuls with the dtype and device of `like` in experts of these
-    widths."""
+    widths.
+    """
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 
@@ -234,7 +235,8 @@ def side_by_side() -> SideBySide | None:
 
 def _gemm_of_torch() -> int | None:
     """Return the address of the function sgemm in torch's MKL, or None if torch uses a different
-    library."""
+    library.
+    """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         gemm = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None

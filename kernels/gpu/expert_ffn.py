@@ -45,7 +45,8 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 @dataclass(frozen=True)
 class _Products:
     """Matmuls over rows without rounding, with the signatures of the functions in
-    `kernels.expert_matmul`."""
+    `kernels.expert_matmul`.
+    """
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]
@@ -112,7 +113,8 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 def _traced(x: Tensor) -> bool:
     """Return true if only shapes are needed, which is the case for torch.compile and for fake or
-    meta tensors."""
+    meta tensors.
+    """
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
@@ -431,7 +433,8 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
     """Return the dot product of the gradient of y and the output row for each choice, which is `<u,
-    a>` plus the contribution of the bias."""
+    a>` plus the contribution of the bias.
+    """
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()
         dots_CR = torch.cat([dots_CR, share_TL[token_R.clamp(min=0), groups.group_R][None]])

@@ -77,7 +77,8 @@ def _odd(x: Tensor, *widths: int) -> bool:
 
 class _Product:
     """One matmul over grouped rows, with its tile, its table of tiles, and the descriptors of its
-    operands."""
+    operands.
+    """
 
     def __init__(self, x: Tensor, groups: RowGroups, w: Tensor, token: Tensor | None,
                  precision: str, results: int = 1, extra: bool = False) -> None:
@@ -115,13 +116,15 @@ class _Product:
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
         """The group and the first row of each row tile, and the number of tiles, as tensors on the
-        device."""
+        device.
+        """
         return self.groups.tiles(self.tiling.rows)
 
     @property
     def grid(self) -> tuple[int]:
         """The number of programs, which is the number of programs that run at once, or the number
-        of tiles if it is smaller."""
+        of tiles if it is smaller.
+        """
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
         return (programs(self.chip, self.tiling, work, self.groups),)
 
@@ -228,7 +231,8 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
     """Compute one or two gradients for the same rows, which are then loaded only once for each
-    tile."""
+    tile.
+    """
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
     gathers = x_token_R is not None or grad_token_R is not None

@@ -114,7 +114,8 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
                             stride_o, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
     """Quantize one block of one group by computing its scale and its codes, which are stored
-    transposed."""
+    transposed.
+    """
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide
     i = row * BLOCK + tl.arange(0, BLOCK)

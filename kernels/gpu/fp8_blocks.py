@@ -19,7 +19,8 @@ from moe_plugin.kernels.groups import RowGroups
 def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
             token_R: Tensor | None, dtype: torch.dtype) -> str | None:
     """Return the reason why this implementation does not support these arguments, or None if it
-    does."""
+    does.
+    """
     if {x_blocks.block, w_blocks.block} != {BLOCK}:
         return f"blocks of {x_blocks.block}, but only {BLOCK} are supported"
     if {x_blocks.codes.dtype, w_blocks.codes.dtype} != {torch.float8_e4m3fn}:

@@ -33,7 +33,8 @@ def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
     """Return the scores of the experts in each token's best groups, and -inf for all other
-    experts."""
+    experts.
+    """
     size = experts // GROUPS
     g = tl.arange(0, BG)
     scores = tl.full([BT, BG], -float("inf"), tl.float32)

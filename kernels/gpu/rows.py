@@ -103,7 +103,8 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
 @triton.jit
 def value_kernel(values, index, out, number, length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute `out[m] = sum_c values[c, index[m]]`, or 0 if the index is -1. number: number of
-    values in each part."""
+    values in each part.
+    """
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + m, mask=m < length, other=-1)
     total = tl.load(values + at, mask=at >= 0, other=0.0)

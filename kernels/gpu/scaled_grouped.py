@@ -27,7 +27,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
     """Return the reason why torch has no block-scaled grouped matmul on a device, or None if it has
-    one."""
+    one.
+    """
     if device.type != "cuda":
         return "not on a GPU"
     if torch.version.hip is not None:
@@ -47,7 +48,8 @@ def no_scaled_grouped_mm(device: torch.device) -> str | None:
 def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
                    token_R: Tensor | None, dtype: torch.dtype) -> str | None:
     """Return the reason why torch's matmul cannot compute `expert_matmul_blocks`, or None if it
-    can."""
+    can.
+    """
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, w_blocks), w_blocks.width, w_blocks.codes.shape[1])
 
@@ -55,7 +57,8 @@ def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: 
 def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                         dtype: torch.dtype) -> str | None:
     """Return the reason why torch's matmul cannot compute `expert_weight_grad_blocks`, or None if
-    it can."""
+    it can.
+    """
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, grad_blocks), x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
 
@@ -137,7 +140,8 @@ def _tiles(scales: Tensor) -> Tensor:
 
 def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
     """Return scales [R', B'] in tiles, where the rows of each group begin at the first row of a
-    tile."""
+    tile.
+    """
     rows, lengths_L = scales_RB.shape[0], groups.lengths_L
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)

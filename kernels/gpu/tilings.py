@@ -24,7 +24,8 @@ ELEMENTS = 4096  # comparisons per program, few enough for their tile to stay in
 def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, least,
                 BT: tl.constexpr, BL: tl.constexpr):
     """Compute `tile_table`. Every program counts the tiles of all groups, and then determines BT
-    tiles."""
+    tiles.
+    """
     l = tl.arange(0, BL)
     length = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32)
     tiles = tl.where(l < groups, tl.maximum((length + height - 1) // height, least), 0)
@@ -113,7 +114,8 @@ class Chip:
 
 def chip_of(device: torch.device) -> Chip:
     """Return the properties of the GPU of a device. In the interpreter, which runs on a CPU, the
-    returned GPU has few processors."""
+    returned GPU has few processors.
+    """
     if device.type != "cuda":
         return Chip("hopper", 2)
     processors = torch.cuda.get_device_properties(device).multi_processor_count

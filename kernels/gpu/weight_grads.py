@@ -248,7 +248,8 @@ def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, g
 def bias_grad_kernel(grad, token, scale, out, ends, lengths, wide, GATHER: tl.constexpr,
                      SCALED: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr):
     """Compute `out[group]`, the sum of the gradient rows of the group, which are multiplied by
-    their scales if there are any."""
+    their scales if there are any.
+    """
     group = tl.program_id(1)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     end = tl.load(ends + group)

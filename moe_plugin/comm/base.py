@@ -60,12 +60,14 @@ class Collectives:
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
         """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of
-        the sum."""
+        the sum.
+        """
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
         """Return the sum of `x`, of any shape, over ranks as a new tensor that is equal on all
-        ranks."""
+        ranks.
+        """
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
@@ -76,7 +78,8 @@ class Collectives:
 
     def part(self, ranks: Sequence[int]) -> Collectives:
         """Return the collectives for the subgroup that consists of `ranks` (indices in this
-        group)."""
+        group).
+        """
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
@@ -95,7 +98,8 @@ class Collectives:
 
     def describe(self, comm: Comm) -> str:
         """Return a description of the collectives that are used in a group, and of the reason why
-        they were chosen."""
+        they were chosen.
+        """
         return "native, the backend's own"
 
 
@@ -178,7 +182,8 @@ class Comm(RankGroup):
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, to a new
-        tensor [size * n, ...]."""
+        tensor [size * n, ...].
+        """
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -321,7 +326,7 @@ class Comm(RankGroup):
         """Return the element-wise maximum over ranks of numbers in host memory. The result is equal
         on all ranks.
 
-        Only point-to-point messages between the groups `hosts` are used, in log2(size) rounds.
+        Only point-to-point messages in the group `hosts` are used, in log2(size) rounds.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1

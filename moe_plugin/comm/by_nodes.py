@@ -116,7 +116,8 @@ class _Rows:
 
     def take(self, x: Tensor, rank: int, node: int) -> Tensor:
         """Return the rows of a rank's tensor `x` [n, ...] that a node needs, as a contiguous
-        tensor."""
+        tensor.
+        """
         if self.wanted is None:
             return x.contiguous()
         return x.index_select(0, self.wanted[rank][node])

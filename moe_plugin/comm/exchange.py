@@ -133,7 +133,8 @@ def several_nodes(comm: Comm) -> str | None:
 
 class ExchangeRegistry(Registry[Exchange]):
     """A registry of all-to-all algorithms by name. Plain functions are converted to `Exchange`
-    objects."""
+    objects.
+    """
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
                  lacks: Callable[[Comm], str | None] = _nothing,

@@ -65,7 +65,8 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 class _Pair(torch.autograd.Function):
     """An autograd function that runs one collective in forward and a different one in backward; see
-    `with_backward`."""
+    `with_backward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:

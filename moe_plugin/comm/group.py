@@ -47,7 +47,8 @@ class CommError(RuntimeError):
 @contextmanager
 def advice(text: str) -> Iterator[None]:
     """Add `text`, which states the usual cause and its remedy, to a `CommError` that is raised
-    inside the block."""
+    inside the block.
+    """
     try:
         yield
     except CommError as error:

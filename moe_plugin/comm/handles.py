@@ -101,7 +101,8 @@ class Series:
 
     def put(self, number: int, x: Tensor) -> None:
         """Start the exchange with index `number` to send the rows `x` [sum(sends[number]), ...];
-        see `start`."""
+        see `start`.
+        """
         x = x.detach()
         splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
         algorithm = self.algorithm
@@ -118,7 +119,8 @@ class Series:
 
     def take(self, number: int) -> Tensor:
         """Wait for the exchange with index `number`, and return the received rows. This method may
-        be called once per exchange."""
+        be called once per exchange.
+        """
         return self.posted.pop(number).wait()
 
 

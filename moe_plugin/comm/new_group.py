@@ -51,8 +51,8 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
         parent: existing group that contains the ranks of the new group.
         ranks: global ranks in any order, including this rank. The new group contains these ranks in
             ascending order.
-        made: number of groups created so far for each set of ranks in this job. This call increases
-            the number.
+        made: number of groups created so far for each set of ranks in this job. This call updates
+            the numbers.
         timeout: timeout of the group's collectives.
         backend: optional. Defaults to the backend of `parent`.
     Raises:

@@ -147,14 +147,16 @@ class Placement:
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
         """Return (rank, index among the rank's experts) for a shard, where `rank` stores the
-        shard."""
+        shard.
+        """
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot
 
     @property
     def token_shards(self) -> int:
         """The number S/r of ranks that divide the tokens of one slice of an expert among
-        themselves."""
+        themselves.
+        """
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:

@@ -72,7 +72,8 @@ class MessageClock(Protocol):
 
 class _Board:
     """The place at which the ranks of one group exchange values: every rank posts a value, and all
-    ranks see all values."""
+    ranks see all values.
+    """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.slots: list[Any] = [None] * size
@@ -119,7 +120,8 @@ class SimulatedComm(Comm):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Sum the tensors `x` [size * n, ...] and scatter the sum to [n, ...]; see
-        `Comm.reduce_scatter`."""
+        `Comm.reduce_scatter`.
+        """
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
         posted = self._meet("reduce_scatter", pieces, self._count(enumerate(pieces)))
@@ -198,7 +200,8 @@ class SimulatedComm(Comm):
 
     def _account(self, what: str, posted: list[Any]) -> None:
         """Record one collective. It is called once per collective, on rank 0, while all ranks
-        wait."""
+        wait.
+        """
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
             if self.clock is not None:

@@ -85,7 +85,8 @@ class TrafficMeter:
 
     def sent(self) -> Counters:
         """Return the traffic that was counted since the meter was created. `exchanges` contains
-        only algorithms that ran in this period."""
+        only algorithms that ran in this period.
+        """
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
             if count > before.exchanges.get(name, 0):
@@ -164,7 +165,8 @@ class GroupState:
 
     def set_topology(self, topology: Topology) -> None:
         """Set a new topology, and discard measurements and plans that were made under the previous
-        one."""
+        one.
+        """
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 

@@ -1,5 +1,6 @@
 """`Topology`, which states which ranks of a group share a node, and how many network cards each
-node has."""
+node has.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +147,8 @@ class Topology:
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
         """Return the topology of the subgroup of `ranks`, in which ranks are numbered as in the
-        subgroup."""
+        subgroup.
+        """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 
     def why_flat(self) -> str | None:

@@ -115,7 +115,8 @@ class TorchComm(Comm):
     @property
     def hosts(self) -> Comm:
         """See `Comm.hosts`. A group that has only NCCL as its backend uses an additional gloo
-        group."""
+        group.
+        """
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
@@ -145,7 +146,8 @@ class TorchComm(Comm):
 
     def detect_topology(self) -> Topology:
         """Detect the ranks that share a node, which have equal node indices and host names.
-        Collective."""
+        Collective.
+        """
         key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
         key_bytes = key_bytes.to(self.device)
         keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
@@ -185,7 +187,8 @@ class TorchComm(Comm):
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """See `Comm.all_reduce`. The bytes are not counted here; `Collectives` counts the bytes of
-        its own sums."""
+        its own sums.
+        """
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -213,7 +216,8 @@ class TorchComm(Comm):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps if there are several
-        nodes."""
+        nodes.
+        """
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "reduce_scatter", "none")
         if self.receive_first:
@@ -228,7 +232,8 @@ class TorchComm(Comm):
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """Send `x` from the rank `root` of this group to all ranks; see `Comm.broadcast`. The bytes
-        of this collective are not counted."""
+        of this collective are not counted.
+        """
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
@@ -236,7 +241,8 @@ class TorchComm(Comm):
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
         """See `Comm.send_receive`. A `CommError` is raised if a peer fails or the timeout
-        passes."""
+        passes.
+        """
         if not sends and not recvs:
             return
         if self.receive_first:
@@ -288,7 +294,8 @@ class TorchComm(Comm):
     def _message_failed(self, index: int, sends: Messages, recvs: Messages,
                         error: RuntimeError) -> CommError:
         """Return the error for a failed message. index: position of the message in the list `recvs`
-        followed by `sends`."""
+        followed by `sends`.
+        """
         peer, x = [*recvs, *sends][index]
         what = "receive of {} bytes from" if index < len(recvs) else "send of {} bytes to"
         waiting = sorted({p for p, _ in recvs[index:]})
@@ -321,7 +328,8 @@ class TorchComm(Comm):
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
         """Return the job's store with a separate connection, which can be used while other threads
-        wait."""
+        wait.
+        """
         job_store: Any = dist.distributed_c10d._get_default_store()
         return job_store.clone()
 
@@ -356,7 +364,8 @@ class TorchComm(Comm):
 
     def _wait_for(self, work: Any, *args: Any) -> None:
         """Wait for a torch collective with these arguments, which on gloo may take at most
-        `timeout_s`."""
+        `timeout_s`.
+        """
         if not self.receive_first:
             work.wait()
             self._passes(*args)

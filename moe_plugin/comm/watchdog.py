@@ -63,9 +63,9 @@ def says_why() -> Iterator[None]:
     """If an error occurs on this rank alone, terminate all ranks with its error message. This block
     is placed around a whole run.
 
-    Without this block the other ranks would fail with a broken connection. If all ranks fail for
-    the same reason, for example because of invalid settings, their errors are not changed. An error
-    caused by too many open files is raised as a `ValueError` that states the limit and the remedy.
+    Without this block the other ranks would fail with a broken connection. If all ranks fail
+    independently, for example because of invalid settings, nothing is changed. An error caused
+    by too many open files is raised as a `ValueError` that states the limit and the remedy.
     """
     try:
         yield

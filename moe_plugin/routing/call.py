@@ -250,7 +250,8 @@ class RoutingCall:
     @property
     def scores_TE(self) -> Tensor:
         """Scores of all experts. A router may replace these scores, which are computed by
-        `score`."""
+        `score`.
+        """
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)
         return self._scores_TE
@@ -335,12 +336,14 @@ class RoutingCall:
 
     def load_E(self) -> Tensor:
         """Return the group's number of tokens for each expert over all choices, [E] in the dtype of
-        the scores."""
+        the scores.
+        """
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
         """Return the group's number of tokens for each expert by first choice, [E] in the dtype of
-        the scores."""
+        the scores.
+        """
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:

@@ -158,7 +158,8 @@ class _Rule:
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
         """Compute the result of `slots` from an int64 scalar tensor, with the same float64
-        arithmetic as on the host."""
+        arithmetic as on the host.
+        """
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
         slots_per_choice = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")

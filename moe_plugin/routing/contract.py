@@ -247,7 +247,8 @@ def begin_step(model: nn.Module, number: int, total: int | None) -> None:
 
 def needs_of(router: nn.Module) -> frozenset[str]:
     """Return the attribute `RouterModule.needs`, or an empty set for a module of a different
-    class."""
+    class.
+    """
     return router.needs if isinstance(router, RouterModule) else frozenset()
 
 

@@ -66,14 +66,16 @@ def penalties(shares_E: Tensor, blend: float) -> Tensor:
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
     """Return the result of `expert_shares` on this rank for the settings `router.links`, float64
-    [E]."""
+    [E].
+    """
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
     """Return the result of `penalties` on this rank for the settings `router.links`, float32
-    [E]."""
+    [E].
+    """
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
 

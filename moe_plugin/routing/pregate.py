@@ -155,7 +155,8 @@ class NextBlockRouting:
 
     def attach(self) -> None:
         """Replace the routing of the layer, and register hooks on the output and on the experts of
-        the layer."""
+        the layer.
+        """
         self.layer.link, self.layer.route = self, self.route  # type: ignore[method-assign]
         if self.following is None:
             return
@@ -210,7 +211,8 @@ class NextBlockRouting:
 
     def _decide(self, outbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> _Decided:
         """Choose the experts of the next block, and store the decision in the inbox of that
-        block."""
+        block.
+        """
         if torch.compiler.is_compiling():
             raise ValueError("router.pre_gate=1 cannot be used with torch.compile. Set "
                              "router.pre_gate=0, run the model without torch.compile, or compile "
@@ -336,7 +338,8 @@ def has_own_gate(layer: LinkableLayer) -> bool:
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
     """Yield a layer, followed by the layers after it whose experts are chosen one block in
-    advance."""
+    advance.
+    """
     current: LinkableLayer | None = layer
     while current is not None:
         yield current

@@ -158,7 +158,8 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 def has_balance_loss(losses: Mapping[str, float]) -> bool:
     """Return true if one of these losses (a mapping from name to weight) increases with an uneven
-    load."""
+    load.
+    """
     return any(weight > 0 and name not in _OTHER_LOSSES for name, weight in losses.items())
 
 

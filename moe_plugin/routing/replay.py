@@ -48,7 +48,8 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 @dataclass(frozen=True)
 class _Recorded:
     """A recorded choice, together with the random generators that it advanced and their states
-    before and after the choice."""
+    before and after the choice.
+    """
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
@@ -89,7 +90,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 class Recording:
     """The choices that one checkpointed call made in its first pass, stored by key and in the order
-    of calls."""
+    of calls.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[_Recorded]] = {}
@@ -158,7 +160,8 @@ def _function_context(frame: FrameType) -> Any:
 
 def _new_frame(frame: FrameType) -> Any:
     """Return the frame object (of torch's checkpoint) that a non-reentrant checkpoint created for
-    its first pass."""
+    its first pass.
+    """
     if "gen" in frame.f_code.co_varnames:  # torch creates the frame object in a generator
         frame = getattr(frame.f_locals.get("gen"), "gi_frame", None) or frame
     return _frame_object(frame, "new_frame")  # Transformer Engine creates it in the function
@@ -166,7 +169,8 @@ def _new_frame(frame: FrameType) -> Any:
 
 def _recomputed_frame(frame: FrameType) -> Any:
     """Return the frame object (of torch's checkpoint) of the first pass that a non-reentrant
-    checkpoint recomputes."""
+    checkpoint recomputes.
+    """
     return _frame_object(frame, "frame")
 
 

@@ -266,7 +266,8 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
     """Raise a `ValueError` unless the tokens and the experts per token of a pass are those of the
-    rollout."""
+    rollout.
+    """
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"A layer processes {tokens} tokens with {top_k} experts each, but the routed experts "

@@ -49,7 +49,8 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 class Unavailable(Exception):
     """Raised if the functions cannot be compiled or run on this machine. The message contains the
-    reason."""
+    reason.
+    """
 
 
 @functools.cache
@@ -75,7 +76,8 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
 
 def why_not(source: str, *defines: str) -> str | None:
     """Return the reason why `library` does not contain these functions, or None if it contains
-    them."""
+    them.
+    """
     functions = library(source, *defines)
     return functions if isinstance(functions, str) else None
 
@@ -176,7 +178,8 @@ def run_compiler(command: list[str]) -> None:
 
 def _folder() -> Path:
     """Return the folder in which compiled code is stored. No other user may have write access to
-    this folder."""
+    this folder.
+    """
     try:
         folder = cache_home() / "native"
     except RuntimeError as error:  # the user has no home directory

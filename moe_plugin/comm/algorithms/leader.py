@@ -143,7 +143,8 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
 
 def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
     """Order the rows by (destination rank on this node, source rank), and send them to the
-    destination ranks."""
+    destination ranks.
+    """
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]

@@ -50,7 +50,8 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
     """An exchange in which every rank sends directly to every rank, always with the backend's own
-    all-to-all."""
+    all-to-all.
+    """
     return comm.all_to_all(x, send, recv)
 
 
@@ -136,7 +137,8 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
     """Run phase 1. The result contains the rows ordered by (collected destination, rank of this
-    node)."""
+    node).
+    """
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]

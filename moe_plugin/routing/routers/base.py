@@ -1,5 +1,6 @@
 """`Router`, which contains the code that all routers share, from logits in float32 to the finished
-`Routing`."""
+`Routing`.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class Router(BuffersKeepDtype, RouterModule):
         score: the function that converts logits to scores.
         noise: standard deviation of the noise that is added to the logits in training.
         divides: whether weights are divided by their sum before capacity drops choices.
-        divides_one: whether the weight is also divided by itself if there is only a single choice.
+        divides_one: whether weights are also divided if a token has only a single choice.
         layer_config: all settings of the layer.
         config: the section `router` of the layer's settings.
         comm: group of the ranks that store the experts.
@@ -172,7 +173,8 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def _parameters_to_meta(self) -> None:
         """Move parameters to the meta device. Buffers are not moved, because nothing would compute
-        their values again."""
+        their values again.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
@@ -224,7 +226,8 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
         """Call the four hooks in order. x_TD: tokens after jitter and dropout, in which padding is
-        set to 0."""
+        set to 0.
+        """
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
@@ -361,7 +364,8 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
         """Remove the choices of padding tokens, scale the weights, and compute the losses and the
-        entropy."""
+        entropy.
+        """
         mask_T, counted = call.mask_T, ids_TK is call.ids_TK
         priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
         if self.config.batch_prioritized and priority_T is None:
@@ -450,6 +454,7 @@ def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def xavier_(weight_ED: Tensor) -> None:
     """Fill `weight_ED` with values from the Xavier uniform distribution, which are drawn in
-    float32."""
+    float32.
+    """
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

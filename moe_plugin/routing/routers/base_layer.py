@@ -144,7 +144,8 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
 
 def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
     """Assign tokens without an expert to the free slots in order, so that loads are always
-    equal."""
+    equal.
+    """
     key_N = torch.where(owner_N < 0, experts, owner_N)
     order_N = torch.argsort(key_N, stable=True)
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=key_N.device).index_add_(

@@ -76,7 +76,8 @@ class TAMoERouter(TopKRouter):
 
     def select(self, call: RoutingCall) -> Tensor:
         """Choose the k best experts, or prefer experts on nodes to which the token is sent anyway;
-        see `Router.select`."""
+        see `Router.select`.
+        """
         chosen_TK = (super().select(call) if self.nodes_EN is None
                      else call.choose(_near_visited(self, call)))
         if self.config.links.overflow == "drop":

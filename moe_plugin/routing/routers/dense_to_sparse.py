@@ -39,7 +39,8 @@ class DenseToSparseRouter(Router):
 
     def temperature(self) -> Tensor:
         """Return the temperature t at the current step, float64 [1]: `start * (end / start)^min(1,
-        step / steps)`."""
+        step / steps)`.
+        """
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done

@@ -85,7 +85,8 @@ class NoisyTopKRouter(Router):
 
 class _SoftmaxAmong(Softmax):
     """A score function that computes the softmax over some of the experts. outside_TE: bool [T, E],
-    true for all experts that are excluded."""
+    true for all experts that are excluded.
+    """
 
     def __init__(self, outside_TE: Tensor) -> None:
         self.outside_TE = outside_TE

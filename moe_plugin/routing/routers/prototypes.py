@@ -1,5 +1,6 @@
 """The kTop1 router, which divides the experts into k prototypes and chooses one expert from each
-prototype."""
+prototype.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class PrototypeRouter(Router):
 
     def _pass(self, call: RoutingCall, chosen_TK: Tensor | None) -> Tensor:
         """Set `call.routed`, and return the choices. The number of rows is N = T * k (the rows of a
-        token are consecutive), and the number of experts per prototype is P = E / k."""
+        token are consecutive), and the number of experts per prototype is P = E / k.
+        """
         logits_NP, k = _by_prototype(call), call.k
         first_K = torch.arange(k, device=logits_NP.device) * logits_NP.shape[1]
         mask_N = None if call.mask_T is None else call.mask_T.repeat_interleave(k)
@@ -123,7 +125,8 @@ def _by_prototype(call: RoutingCall) -> Tensor:
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
     """Return one prototype as the call of a router with E/k experts, for which losses can be
-    computed."""
+    computed.
+    """
     k, width = call.k, call.experts // call.k
     columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed

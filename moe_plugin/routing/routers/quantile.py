@@ -1,5 +1,6 @@
 """A router whose biases are computed from quantiles of the logits, which is one dual step towards a
-balanced plan."""
+balanced plan.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The SparseMixer router, which chooses one expert after another and weights each among the experts
-close to it."""
+close to it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class SparseMixerRouter(Router):
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
         """Return the weights that are described in the docstring of the class; see
-        `Router.weigh`."""
+        `Router.weigh`.
+        """
         left_TE, weights = call.logits_TE, list[Tensor]()
         lowered_TK = self._lowered(ids_TK) if self.training else None
         for step, chosen_T1 in enumerate(ids_TK.split(1, 1)):

@@ -85,7 +85,7 @@ def given_settings(args: argparse.Namespace, known: Flags,
         known: all flags of the host, including those returned by `flags`.
         checks: additional checks of the host, which run if an ensemble is requested.
     Raises:
-        ValueError: an argument is out of bounds or has no effect.
+        ValueError: If an argument is out of bounds or has no effect.
     """
     if not args.ensemble_heads:
         given = [name for name, options in known
@@ -151,7 +151,7 @@ def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: f
         k: number of members per sample.
         beta: weight of the divergence.
     Raises:
-        ValueError: k is outside 1..M.
+        ValueError: If k is outside 1..M.
     """
     members = cross_entropy_NM.shape[1]
     if not 1 <= k <= members:
@@ -186,7 +186,7 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         mask_N: optional. bool [N], true if the sample counts. Samples that do not count have loss 0
             and do not affect the choice of members.
     Raises:
-        ValueError: k is outside 1..M, `labels` is unknown, or beta is negative or not finite.
+        ValueError: If k is outside 1..M, `labels` is unknown, or beta is negative or not finite.
     """
     if labels not in LABELLING:
         raise ValueError(
@@ -336,7 +336,7 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
         training: whether to draw `s_nm` at random.
         dim: axis of `features` along which the members are arranged.
     Raises:
-        ValueError: the probability is outside [0, 1].
+        ValueError: If the probability is outside [0, 1].
     """
     if not 0 <= probability <= 1:
         raise ValueError(f"sharing probability {probability} is out of bounds: must be in [0, 1]; "

@@ -86,7 +86,8 @@ class SquaredNorm:
 
 def _norms(group: list[Tensor]) -> Tensor:
     """Return the norms [n] of tensors that have the same device and dtype, or one norm [1] of all
-    of them."""
+    of them.
+    """
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:
         return norm_op([group], False)[0].reshape(-1)
     precision = torch.promote_types(group[0].dtype, torch.float32)
@@ -113,7 +114,8 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor or `PartGradient`; any other tensor is returned
-    unchanged."""
+    unchanged.
+    """
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 

@@ -214,7 +214,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
 class _AdamW(torch.optim.AdamW):
     """An AdamW that updates the parameters of an outer optimizer during the outer step, and stores
-    its state there."""
+    its state there.
+    """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
         """Update these groups."""

@@ -70,7 +70,8 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 def mark_gradient(parameter: Tensor) -> None:
     """Convert a parameter's gradient to a `PartGradient` if other ranks have other parts of the
-    gradient."""
+    gradient.
+    """
     comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
     if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
         parameter.grad = PartGradient.of(gradient, comm)
@@ -187,7 +188,8 @@ class PartNorm(Tensor):
 
 def _over_ranks(values: Sequence[Any]) -> list[Any]:
     """Replace `PartNorm`s with norms over all ranks, using one collective for each group and
-    order."""
+    order.
+    """
     known = [value.full_tensor() if is_sharded(value) else value for value in values]
     alike: dict[tuple[str, float], list[int]] = {}
     for number, value in enumerate(values):

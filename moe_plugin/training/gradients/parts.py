@@ -47,7 +47,8 @@ class Part:
 
     def take_gradient(self) -> None:
         """Move the parameter's reduced gradient to `local`. A missing gradient is replaced with
-        zeros."""
+        zeros.
+        """
         if self.local is self.parameter:
             return
         gradient = self.parameter.grad
@@ -60,7 +61,8 @@ class Part:
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor that has the parameter's shape, as a view if
-        possible."""
+        possible.
+        """
         if self.comm is None:
             return whole
         return piece(whole.reshape(self.shape), self.comm)

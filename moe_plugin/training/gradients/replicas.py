@@ -36,7 +36,8 @@ def replicas_of(parameter: Tensor) -> int:
 
 class _Groups:
     """The groups created by `replica_comm`, stored by owner and ranks as long as the owner
-    exists."""
+    exists.
+    """
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Comm | None]] = (
@@ -109,7 +110,8 @@ class Bucket:
     @torch.no_grad()
     def start(self, comm: Comm) -> None:
         """Start to average the gradients over the ranks of `comm`. A missing gradient counts as
-        zero."""
+        zero.
+        """
         flat_N = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self.parameters

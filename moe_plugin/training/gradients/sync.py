@@ -115,7 +115,8 @@ class PartedClip:
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
         """Scale gradients in place by the factor that reduces the last norm to at most
-        `max_norm`."""
+        `max_norm`.
+        """
         multi_tensor.scale_(gradients, self._factor)
 
 
@@ -125,7 +126,8 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 def _copies(parameter: nn.Parameter) -> int:
     """Return the number of ranks that store this part of a parameter and contribute it to the
-    norm."""
+    norm.
+    """
     if not is_sharded(parameter):
         return replicas_of(parameter)
     mesh, copies = parameter.device_mesh, 1

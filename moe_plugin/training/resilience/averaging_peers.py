@@ -63,7 +63,8 @@ class OuterNesterov:
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
         """Update the weights theta and the momentum b in place. `changes` contains `Delta` and is
-        overwritten."""
+        overwritten.
+        """
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
             theta.add_(delta.add_(b, alpha=self.momentum), alpha=-self.lr)
@@ -173,7 +174,8 @@ class StreamedPeer:
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
         """Return a copy of the outer optimizer's state for a block, or an empty dictionary if there
-        is no state."""
+        is no state.
+        """
         if not self._kept:
             return {}
         _, theta, momenta = self._kept[number].read()
@@ -293,7 +295,8 @@ class StreamedPeer:
 
 class _OuterState:
     """The weights of a block after the last average, and the outer momentum, which are stored in
-    the trainer's storage tier."""
+    the trainer's storage tier.
+    """
 
     def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],
                  momenta: Sequence[Tensor] | None = None) -> None:
@@ -328,7 +331,8 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
 
 def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
     """Return (setting, whether the setting is incompatible, remedy) for a run whose weights
-    stream."""
+    stream.
+    """
     every = settings.average_every
     return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
              "peers average weights, not gradients: set it, e.g. to 50"),
@@ -378,7 +382,8 @@ class PeerSteps(RunFeature):
 
     def outer_state(self, number: int) -> BlockState:
         """Return the outer state of a block for a checkpoint, from which it is restored through
-        `saved`."""
+        `saved`.
+        """
         return {} if self.peer is None else self.peer.outer_state(number)
 
     def numbers(self) -> dict[str, float]:

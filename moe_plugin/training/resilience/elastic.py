@@ -239,7 +239,8 @@ class ModuleState:
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
         """Load the state of another replica. Raises a `ValueError` if the models of the other
-        replica are different."""
+        replica are different.
+        """
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries

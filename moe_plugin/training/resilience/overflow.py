@@ -118,7 +118,8 @@ class RowsCheck:
     @property
     def limits(self) -> list[Limit]:
         """The current limits of the layers. The limits are different for a different
-        expert-parallel size."""
+        expert-parallel size.
+        """
         return _limits(self._layers)
 
     def forget(self) -> None:
@@ -128,13 +129,15 @@ class RowsCheck:
 
     def overflowed(self) -> bool:
         """Return true if rows exceeded a buffer on any rank; see
-        `dispatch.rows_limit.overflowed`."""
+        `dispatch.rows_limit.overflowed`.
+        """
         return self.active and overflowed(self.limits, self.world)
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
     """Return the limits of all layers of these models, and the limits of the pages that the layers
-    share."""
+    share.
+    """
     return _limits(layers_in(*models))
 
 

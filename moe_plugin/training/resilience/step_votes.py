@@ -103,8 +103,8 @@ class StepVotes(RunFeature):
     called by all ranks.
 
     The micro-batches that all ranks would process without votes are assigned to the files in turn.
-    Each worker computes the micro-batches of its own files. The host calls this method at the
-    beginning of each file.
+    Each worker computes the micro-batches of its own files. The host calls `begin_file` at
+    the beginning of each file.
 
     Args:
         ballots: votes among the ranks that store the same parameters as this rank.
@@ -145,7 +145,8 @@ class StepVotes(RunFeature):
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
         """Return a context manager for a step, in which the workers of a file compute
-        identically."""
+        identically.
+        """
         self.step = step.number
         with alike(self.layers):
             self.running = True
@@ -190,7 +191,8 @@ class StepVotes(RunFeature):
 
     def begin_file(self) -> None:
         """Start the next file of this rank. When this method is called, the gradients are zero or
-        belong to the previous file."""
+        belong to the previous file.
+        """
         if self._began is None:
             self._began = self.start([])  # at this point the host has set the seed of this step
         else:

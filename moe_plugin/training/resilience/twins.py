@@ -117,7 +117,8 @@ class TwinCheck(RunFeature):
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
         """Run the check before the step if a check is due. A `WrongResultError` is raised on all
-        ranks if results differ."""
+        ranks if results differ.
+        """
         assert step.batch is not None and step.loss_of is not None
         if self.due(step.number):
             with self.kept():

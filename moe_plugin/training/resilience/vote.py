@@ -322,7 +322,8 @@ class VotedGradients:
 
     def rows_overflowed(self) -> bool:
         """Return true if rows exceeded a buffer, determined by vote; see `Ballots.rows_needed`.
-        Collective."""
+        Collective.
+        """
         return settle(self._limits, self.ballots.rows_needed(self._limits,
                                                              torch.stack(self._needed)))
 

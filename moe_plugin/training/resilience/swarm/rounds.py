@@ -86,7 +86,8 @@ class SharedRound:
 
     def number_for(self, trainer: str) -> int | None:
         """Return the index of a micro-batch for a joined trainer, or None if there is none at the
-        moment."""
+        moment.
+        """
         with self.changed:
             self.alive(trainer)
             if not self.is_open:
@@ -101,7 +102,8 @@ class SharedRound:
 
     def back(self, number: int) -> None:
         """Return the index of a micro-batch that a trainer could not process to the leading
-        trainer."""
+        trainer.
+        """
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
@@ -203,7 +205,8 @@ class SharedRounds:
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
         """Return a micro-batch of a round or the result of the round. If neither is available after
-        a while, return neither."""
+        a while, return neither.
+        """
         about = tuple(about)
 
         def present() -> SharedRound | None:

@@ -1,5 +1,6 @@
 """A stage of a pipeline as stored by one peer: weights, optimizer, and the gradients of each
-micro-batch."""
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ Loss = Callable[[Tensor, Any], Any]  # returns a loss, or (loss, additional valu
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
     """Create a stage's module with initial weights that are the same in every run with this
-    seed."""
+    seed.
+    """
     with seeded(device, seed + number):
         return stages[number]().to(device).train()
 
@@ -243,7 +245,8 @@ class ServedStage:
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
         """Check in the first pass that the module has no state that would exist only on this
-        peer."""
+        peer.
+        """
         if self._checked:
             yield
             return

@@ -145,7 +145,8 @@ class Swarm:
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
         """Run a step with the micro-batches (input [B, ...], target) by calling `accumulate` and
-        `update`."""
+        `update`.
+        """
         result = self.accumulate(micro_batches)
         self.update()
         return result
@@ -195,7 +196,8 @@ class Swarm:
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
         """Process all micro-batches with all trainers. At the end of the `with` block, all trainers
-        receive the result."""
+        receive the result.
+        """
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -262,7 +264,8 @@ class Swarm:
 
     def _place(self) -> None:
         """Assign each new peer to the slowest stage. Afterwards one peer may move to the slowest
-        stage."""
+        stage.
+        """
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
         self._all_served()
@@ -355,7 +358,8 @@ class Swarm:
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
         """Recompute gradients of lost peers until no gradients are missing. More peers may be lost
-        in the meantime."""
+        in the meantime.
+        """
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
@@ -408,7 +412,8 @@ class Swarm:
 
 def _results(futures: list[Future]) -> list[Any]:
     """Return the results of all futures. After a failure, futures that have not started are
-    cancelled."""
+    cancelled.
+    """
     try:
         return [future.result() for future in futures]
     except BaseException:
