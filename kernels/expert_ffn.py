@@ -161,8 +161,8 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
     The matmul multiplies the rows of expert l by matrix l and adds bias l.
 
     keeps_rows: whether all tensors that autograd saves have their rows in the same order as
-    `rows_RI`, so that the rows can be stored elsewhere. elementwise: function that wraps the
-    activation function.
+    `rows_RI`, so that the rows can be stored elsewhere.
+    elementwise: function that wraps the activation function.
     """
 
     @functools.wraps(matmul)

@@ -4,8 +4,8 @@ Notation: T is the number of tokens, K the number of choices per token, R the nu
 width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
 float32 (or float64). The tensor `source_R` is int64 and contains the index t*K + j of the choice in
 row r, or -1 for an empty slot. The tensor `position_TK` is int64 and contains the inverse, which is
-the row of each choice, or -1 for no row. Each row contains one choice, and each choice is in at
-most one row.
+the row of each choice, or -1 for no row. Each row contains one choice, and a choice has at most one
+row.
 
 If `complete` is true, every choice has a row and every row has a choice, so `source_R` and
 `position_TK` contain no -1. If the caller knows this, special handling of -1 is omitted.
@@ -32,9 +32,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Compute `rows[r] = weight(source r) * x[source r // K]`, [R, D] in the dtype of x. An empty
-    slot gets 0.
-    """
+    """Compute `rows[r] = weight(source r) * x[source r // K]`, [R, D], with 0 in empty slots."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -73,8 +71,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 def bags(index_BK: Tensor, scale_BK: Tensor | None,
          dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments of `sum_bags` for rows of `dtype`, which are (index, scale), [B, K] or
-    [B, 2 K].
+    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, [B, K] or [B, 2 K].
 
     Rows in bfloat16 can only be multiplied by bfloat16 factors. A float32 factor is therefore split
     into two bfloat16 factors, whose sum has an error of at most 2^-17. Each row is then read twice,
@@ -142,8 +139,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>`, float32 (or float64) [T, K]. A choice
-    without a row gets 0.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 (float64); 0 without a row.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
@@ -175,8 +171,7 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
 
 def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
-    """Compute `dot_rows` on a CPU for 16-bit operands, which are converted to `dtype` for a few
-    tokens at a time.
+    """Compute `dot_rows` on a CPU for 16-bit operands, converting a few tokens at a time.
 
     The pieces are small for the reason given in `widened`.
     """
@@ -250,9 +245,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Weigh(torch.autograd.Function):
-    """The adjoint operation of `_Combine` with respect to its rows, together with the gradient of
-    the weights.
-    """
+    """The adjoint of `_Combine` with respect to the rows, and the gradient of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, source_R: Tensor,
@@ -289,8 +282,7 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
     """Sum `values[c, index]` over c. The result has the shape of the index and the dtype of the
     values, and is 0 for the index -1.
 
-    This operation transfers numbers from choices to rows (`RowPlan.source_R`) and back
-    (`position_TK`).
+    It transfers numbers from choices to rows (`RowPlan.source_R`) and back (`position_TK`).
 
     Args:
         values_CN: values [C, N], which are summed in order.
@@ -302,18 +294,14 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Return the values of the choices in each row, [R] in the dtype of the values. An empty slot
-    gets 0.
-    """
+    """Return the value of the choice in each row, [R] in its dtype. An empty slot gets 0."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the values of the rows of each choice, [T, K] in the dtype of the values. A choice
-    without a row gets 0.
-    """
+    """Return the value of each choice's row, [T, K] in its dtype. A choice without a row gets 0."""
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:
@@ -323,9 +311,7 @@ def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) ->
 
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the results of `_Combine.backward` with operations that autograd can
-    differentiate.
-    """
+    """Compute `_Combine.backward` with operations that autograd can differentiate."""
     # The products with 0 keep the results in the graph.
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0

@@ -51,8 +51,7 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Sums of the gradients of the calls in one forward pass. Create a separate object for each
-    pass.
+    """Sums of the gradients of the calls in one forward pass. Create one object per pass.
 
     A single backward pass must run through all of these calls. An aborted backward pass leaves sums
     in this object, which the next pass over the same graph (`retain_graph`) discards.
@@ -66,18 +65,14 @@ class GradSums:
     _task: int = -1  # autograd's number of the backward pass that the sums belong to
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
-        """Return the gradient of the weight `name` [L, I, O], and the experts whose values it
-        already includes.
-        """
+        """Return the gradient of the weight `name` [L, I, O], and the experts that have values."""
         self._forget_aborted()
         if name not in self._sums:
             self._sums[name] = _Sum(_as_it_lies(f"gradient {name}", w_LIO, memory))
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def end(self, name: str) -> Tensor | None:
-        """Return the result of a call's backward, which is the sum [L, I, O] for the last call and
-        None for earlier calls.
-        """
+        """Return the result of a call's backward: the sum [L, I, O] for the last call, or None."""
         if not self.last(name):
             return None
         total = self._sums.pop(name)  # removed, because the graph may serve another pass
@@ -205,8 +200,7 @@ class MainGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add `a @ b` to `main_grad[expert]` for each pair of operands; see
-        `WeightGrad.add_matmuls`.
+        """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`.
 
         If the buffer has a different dtype, the largest temporary tensor is the matmul of one
         expert, or the matmuls of several experts if their size is at most `TEMPORARY_BYTES`.
@@ -312,9 +306,9 @@ class LaterGrads:
         """Compute the postponed gradients in the order of the passes, and add them to the attribute
         `grad` of each weight.
 
-        weights: the weights by the names that are used by `work`. hooks: if True, behave like a
-        single backward pass: sum the gradients of each weight, and then pass the sum through the
-        hooks of the weight.
+        weights: the weights by the names that are used by `work`.
+        hooks: if True, behave like a single backward pass: sum the gradients of each weight, and
+        then pass the sum through the hooks of the weight.
         """
         left, self._left = self._left, []
         sums: dict[str, Tensor] = {}
@@ -336,8 +330,7 @@ class LaterGrads:
 
 @dataclass(frozen=True)
 class RowWeightGrads:
-    """The weight gradients of one call. Each method returns values that backward passes to
-    autograd.
+    """The weight gradients of one call. Each method returns values for autograd.
 
     Attributes:
         precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.

@@ -1,5 +1,4 @@
-"""The strategy `fused`, which computes gather, matmuls, activation and combine as one autograd
-function for CPUs.
+"""The strategy `fused`: gather, matmuls, activation and combine as one autograd function for CPUs.
 
 All operations are applied to one block of experts at a time, while the rows of the block are in the
 cache (see `blocks`). The rows of a block are gathered into a buffer, and matmuls write directly to
@@ -94,9 +93,8 @@ class _FFNCall:
         keep: whether a backward pass will follow.
         keep_after: whether to store the value after the activation (and, if `native` is used, the
             derivative of the activation in place of the value before it).
-        late: whether `native` applies the gates to the gradients of the inner values, instead of to
-            the gradient of the output. If it is set, `native` also computes the gradient of the
-            gates.
+        late: whether `native` applies the gates to the gradients of the inner values, rather than
+            to the output's gradient. If so, `native` also computes the gradient of the gates.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """
@@ -117,9 +115,7 @@ class _FFNCall:
     wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Allocate memory for the rows of all blocks (if `whole` is true), or for the rows of one
-        block at a time.
-        """
+        """Allocate memory for the rows of all blocks if `whole` is true, otherwise of one block."""
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
@@ -135,9 +131,7 @@ class _FFNCall:
 
 
 def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """Return, for each block, the parts of a tensor [L, ...] that belong to the units of the
-    block.
-    """
+    """Return, for each block, the parts of a tensor [L, ...] that belong to the block's units."""
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:
@@ -151,9 +145,7 @@ def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class _Linear:
-    """The operation `x @ w + b` for each expert. The views of all experts are created at the same
-    time; see `blocks`.
-    """
+    """The operation `x @ w + b` for each expert. All views are created at the same time."""
 
     def __init__(self, call: _FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, call.blocks)
@@ -176,8 +168,7 @@ class _Linear:
 
 @strategies.register("fused")
 def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """The strategy that computes gather, matmuls, activation and combine in one autograd function,
-    which is best on CPUs.
+    """A strategy for CPUs that computes all operations of the experts in one autograd function.
 
     x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`.
     """
@@ -282,9 +273,7 @@ class _Forward:
         return self.rows.memory
 
     def kept(self) -> tuple[Tensor | None, ...]:
-        """Return the values before and after the activation, and the values `up` of gated experts.
-        Values that are not needed are None.
-        """
+        """Return the values before and after the activation, and `up`. Unneeded values are None."""
         keep, keep_after = self.call.keep, self.call.keep_after
         return (self.before.memory if keep else None, self.after.memory if keep_after else None,
                 self.up.memory if keep and self.up is not None else None)
@@ -376,9 +365,7 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out and b_out. Gradients
-        that are not needed are None.
-        """
+        """Return the gradients of x, gates and all parameters, with None for unneeded gradients."""
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:
@@ -397,9 +384,7 @@ class _Backward:
         self._input_side(block)
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the gradients before the activation, and the values `inner` for the last weight
-        gradient.
-        """
+        """Compute the gradients before the activation, and `inner` for the last weight gradient."""
         up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
@@ -437,16 +422,12 @@ class _Backward:
         return scale_R
 
     def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
-        """Split values of rows by block for `_native`. If the values are None, return None for each
-        block.
-        """
+        """Split the values of rows by block for `_native`, or return None for each block."""
         blocks = self.call.blocks
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """Return the gradient of the output rows, to which the gates are not applied if `late` is
-        true.
-        """
+        """Return the gradient of the output rows. If `late` is true, the gates are not applied."""
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)

@@ -141,7 +141,8 @@ class RowRule:
         AMD Zen 5).
 
         experts, most, own: the number of experts before this one, the largest number of rows of one
-        of them, and their total number of rows. rows: number of rows of the expert.
+        of them, and their total number of rows.
+        rows: number of rows of the expert.
         """
         if not self.narrow:
             return False

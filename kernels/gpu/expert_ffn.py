@@ -1,12 +1,10 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""The strategy `kernels`, which uses grouped matmul kernels for GPUs that gather rows while they
-load them.
+"""The strategy `kernels`: grouped matmul kernels for GPUs, which gather rows while loading them.
 
 Forward computes `h = x[token] @ w_in` and `a = act(h)` in one kernel, then `rows = a @ w_out`, and
 finally y as the weighted sum of rows. Forward saves x and h (and the gate of gated experts) for
 backward. In backward, one kernel propagates the gradient of the output through w_out^T and the
-activation, recomputes a, and computes the gradient of the gates as row dots, so no output row is
-saved.
+activation, recomputes a, and computes the gates' gradient as row dots, so no output row is saved.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 @dataclass(frozen=True)
 class _Products:
-    """Matmuls over rows without rounding, with the signatures of the functions in
-    `kernels.expert_matmul`.
-    """
+    """Matmuls over rows without rounding, with the signatures in `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]
@@ -67,8 +63,7 @@ def _products(precision: str) -> _Products | RoundedProducts:
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """The strategy that computes experts in grouped kernels with gather, activation and gate
-    gradient, which is best on GPUs.
+    """A strategy for GPUs: grouped kernels with gather, activation and gate gradient.
 
     x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`. On
     other devices the torch references of the kernels run.
@@ -112,9 +107,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 
 def _traced(x: Tensor) -> bool:
-    """Return true if only shapes are needed, which is the case for torch.compile and for fake or
-    meta tensors.
-    """
+    """Return true if only shapes are needed: for torch.compile, and for fake or meta tensors."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
@@ -122,9 +115,9 @@ def _traced(x: Tensor) -> bool:
 class _Call:
     """The data, apart from tensors, that the passes of a call share; see `FFNParameters`.
 
-    groups: groups of the rows, which include the tables of tiles that forward computes and backward
-    reuses. later: object that receives postponed gradients; None if this call cannot postpone
-    gradients. wanted: see `LaterGrads.cut_off`.
+    groups: groups of the rows, with the tables of tiles, which forward computes and backward
+    reuses. later: object that receives postponed gradients, or None if this call cannot postpone
+    them. wanted: see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -147,17 +140,13 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
     """Compute [y, h, gate] of feed-forward experts, with support for autograd.
 
     Args:
-        x: tokens [T, D], or rows [R, D] if `source_R` and `position_TK` (see `kernels.rows`) are
-            None.
+        x: tokens [T, D], or rows [R, D] if `source_R` and `position_TK` are None.
         gates_TK: weights of the choices in float32 or float64, or None if all weights are 1.
         w_in, w_gate, b_in, b_gate: weights [L, D, F] and biases [L, F], in the dtype of x.
         w_out, b_out: weight [L, F, D] and bias [L, D], in the dtype of x.
-        counts: number of rows of each expert, or None if only the device knows them
-            (`DeviceCounts`).
-        lengths_L: number of rows of each expert, int64 [L], which is used in place of `counts` in
-            this case.
-    Returns: The output y in the shape of x, and h and gate [R, F] for backward (gate is empty for
-        plain experts).
+        counts: number of rows of each expert, or None if only the device knows the numbers.
+        lengths_L: number of rows of each expert, int64 [L], which is used if `counts` is None.
+    Returns: y in the shape of x; h and gate [R, F] for backward (gate is empty for plain experts).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
                     w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
@@ -227,8 +216,7 @@ def _expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
 
     Args:
         grad_y: gradient of the output y. For the other arguments see `expert_ffn`.
-        needs: for each of the eight gradients, whether it is needed. Gradients that are not needed
-            are empty tensors.
+        needs: for each of the eight gradients, whether it is needed. Unneeded gradients are empty.
     """
     made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
                       position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation, precision,
@@ -243,8 +231,7 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
                rounded: RoundedCall | None = None,
                later: LaterGrads | None = None) -> list[Tensor | None]:
-    """Compute the gradients as `expert_ffn_backward` does, but return None for gradients that are
-    not needed.
+    """Compute the gradients like `expert_ffn_backward`, but return None for unneeded gradients.
 
     Some gradients are added to `main_grad`. Of the calls that share `sums`, only the last returns
     weight gradients. later: object that receives all weight gradients.
@@ -347,8 +334,7 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 class _Direct(torch.autograd.Function):
     """The computation of `expert_ffn` for real tensors.
 
-    This is not a torch operation, because backward needs more than tensors and may change
-    `main_grad` buffers.
+    Not a torch operation, because backward needs more than tensors and may change `main_grad`.
     """
 
     @staticmethod
@@ -432,9 +418,7 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Return the dot product of the gradient of y and the output row for each choice, which is `<u,
-    a>` plus the contribution of the bias.
-    """
+    """Return `<gradient of y, output row>` of each choice: `<u, a>` plus the bias's part."""
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()
         dots_CR = torch.cat([dots_CR, share_TL[token_R.clamp(min=0), groups.group_R][None]])

@@ -45,7 +45,8 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
     """Compute `ranks[n]`, the number of earlier choices with the same id, or -1 if the id is -1.
 
     If SORTED is true, `ranks[n]` is the row of choice n, and `source[row] = n`, or -1 beyond the
-    last row. through: tensor [e, block] with the counts up to and including each block.
+    last row.
+    through: tensor [e, block] with the counts up to and including each block.
     """
     block = tl.program_id(0)
     first = block * BLOCK

@@ -46,9 +46,9 @@ class Collectives:
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
         """Return the collectives for a prepared group. Collective: all ranks call this method.
 
-        network: function that returns the network between the ranks of the group. cluster:
-        optional. Cluster description that is used to predict which collectives are faster. By
-        default the collectives are measured instead.
+        network: function that returns the network between the ranks of the group.
+        cluster: optional. Cluster description that is used to predict which collectives are faster.
+        By default the collectives are measured instead.
         """
         return NATIVE
 
@@ -59,15 +59,11 @@ class Collectives:
         return comm.all_gather(x)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of
-        the sum.
-        """
+        """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...]."""
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Return the sum of `x`, of any shape, over ranks as a new tensor that is equal on all
-        ranks.
-        """
+        """Return the sum of `x` [...] over ranks as a new tensor that is equal on all ranks."""
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
@@ -77,9 +73,7 @@ class Collectives:
         return comm.start_all_reduce(x)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives for the subgroup that consists of `ranks` (indices in this
-        group).
-        """
+        """Return the collectives for the subgroup of `ranks` (indices in this group)."""
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
@@ -97,15 +91,13 @@ class Collectives:
         return self.name
 
     def describe(self, comm: Comm) -> str:
-        """Return a description of the collectives that are used in a group, and of the reason why
-        they were chosen.
-        """
+        """Describe the collectives that are used in a group, and the reason for their choice."""
         return "native, the backend's own"
 
 
 def _count_all_reduce(comm: Comm, x: Tensor) -> None:
     """Count the bytes that each rank sends in a ring all-reduce, because backends do not report
-    their own traffic.
+    them.
     """
     comm.counters.sent(2 * (comm.size - 1), 2 * (comm.size - 1) * x.nbytes // comm.size)
 
@@ -122,8 +114,7 @@ class Comm(RankGroup):
         receive_first: whether point-to-point messages whose receives are all posted first are the
             fastest linear all-to-all on this backend.
         threaded: whether exchanges may run in a different thread (on views created by `with_tag`).
-        key: key by which torch operations find the group (see `comm.graph_ops`); None if the group
-            has no such key.
+        key: key by which torch operations find the group (see `comm.graph_ops`), or None.
         tag: number that separates exchanges that run at the same time; see `with_tag`.
         collectives: implementation that gathers and sums data; see `with_collectives`.
     """
@@ -143,17 +134,14 @@ class Comm(RankGroup):
 
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
-            send: optional. Length of the piece sent to each rank. By default all pieces have equal
-                lengths.
-            recv: optional. Length of the piece received from each rank. By default all pieces are
-                equal.
+            send: optional. Length of the piece sent to each rank. By default all lengths are equal.
+            recv: optional. Length of the piece received from each rank. By default they are equal.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start an all-to-all of equal pieces of `x`, and return a function that waits for the
-        result.
+        """Start an all-to-all of equal pieces of `x`, and return a function that awaits the result.
 
         All ranks must start their exchanges in the same order. `x` [size * n, ...] must be
         contiguous and must not change until the exchange completes.
@@ -163,8 +151,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Return the element-wise `sum` or `max` over ranks as a new tensor that is equal on all
-        ranks.
+        """Return the element-wise `sum` or `max` over ranks as a new tensor, equal on all ranks.
 
         x: tensor of any shape, which must be the same on all ranks.
         """
@@ -193,9 +180,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a new tensor with the values of `x` on rank `root`. The shape must be the same on
-        all ranks.
-        """
+        """Return a copy of `x` on rank `root`. The shape must be the same on all ranks."""
 
     @abstractmethod
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -204,8 +189,7 @@ class Comm(RankGroup):
         Every rank of the group must call this method, with empty lists if it has no messages.
 
         Args:
-            sends: the pair (peer, contiguous nonempty tensor of any dtype) for each outgoing
-                message.
+            sends: the pair (peer, contiguous nonempty tensor of any dtype) for each message sent.
             recvs: the pair (peer, contiguous buffer to fill) for each incoming message.
         """
 
@@ -267,8 +251,7 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of the ranks whose distance from this rank is a multiple of `stride`,
-        including this rank.
+        """Return the subgroup of all ranks at a distance from this rank that `stride` divides.
 
         `stride` must divide the size of this group. The first call with each stride is collective.
         """
@@ -340,8 +323,8 @@ class Comm(RankGroup):
 
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Return the lengths of the pieces into which `length` rows are split for `size` ranks:
-    `splits`, or equal lengths.
+    """Return the lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal
+    lengths.
 
     what: name of the argument, which is used in error messages.
 

@@ -114,9 +114,7 @@ class TorchComm(Comm):
 
     @property
     def hosts(self) -> Comm:
-        """See `Comm.hosts`. A group that has only NCCL as its backend uses an additional gloo
-        group.
-        """
+        """See `Comm.hosts`. A group with only NCCL uses an additional gloo group."""
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
@@ -145,9 +143,7 @@ class TorchComm(Comm):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect the ranks that share a node, which have equal node indices and host names.
-        Collective.
-        """
+        """Detect which ranks share a node by their node indices and host names. Collective."""
         key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
         key_bytes = key_bytes.to(self.device)
         keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
@@ -186,9 +182,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm.all_reduce`. The bytes are not counted here; `Collectives` counts the bytes of
-        its own sums.
-        """
+        """See `Comm.all_reduce`. Bytes are not counted here, but by `Collectives` for its sums."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -215,9 +209,7 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps if there are several
-        nodes.
-        """
+        """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps for several nodes."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "reduce_scatter", "none")
         if self.receive_first:
@@ -231,18 +223,14 @@ class TorchComm(Comm):
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Send `x` from the rank `root` of this group to all ranks; see `Comm.broadcast`. The bytes
-        of this collective are not counted.
-        """
+        """See `Comm.broadcast`; `root` is a rank of this group. The bytes are not counted."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm.send_receive`. A `CommError` is raised if a peer fails or the timeout
-        passes.
-        """
+        """See `Comm.send_receive`. Raises a `CommError` if a peer fails or the timeout passes."""
         if not sends and not recvs:
             return
         if self.receive_first:
@@ -253,9 +241,7 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm.post`. On gloo messages run in the background, and each wait is limited by
-        `timeout_s`.
-        """
+        """See `Comm.post`. On gloo messages run in the background; `timeout_s` limits each wait."""
         if not self.receive_first:
             return super().post(sends, recvs)
         self.state.release_abandoned()
@@ -293,9 +279,7 @@ class TorchComm(Comm):
 
     def _message_failed(self, index: int, sends: Messages, recvs: Messages,
                         error: RuntimeError) -> CommError:
-        """Return the error for a failed message. index: position of the message in the list `recvs`
-        followed by `sends`.
-        """
+        """Return the error for a failed message. index: position in `recvs` followed by `sends`."""
         peer, x = [*recvs, *sends][index]
         what = "receive of {} bytes from" if index < len(recvs) else "send of {} bytes to"
         waiting = sorted({p for p, _ in recvs[index:]})
@@ -327,9 +311,7 @@ class TorchComm(Comm):
         return child
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
-        """Return the job's store with a separate connection, which can be used while other threads
-        wait.
-        """
+        """Return the job's store on a separate connection, which other threads do not block."""
         job_store: Any = dist.distributed_c10d._get_default_store()
         return job_store.clone()
 
@@ -338,8 +320,8 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a torch collective, which on gloo may take at most `timeout_s` even if the group's
-        timeout is longer.
+        """Run a torch collective. On gloo it may take at most `timeout_s`, whatever the group's
+        timeout.
 
         On NCCL the host does not wait, so the group's own timeout and its watchdog apply.
         """
@@ -363,9 +345,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a torch collective with these arguments, which on gloo may take at most
-        `timeout_s`.
-        """
+        """Wait for a torch collective with these arguments, on gloo for at most `timeout_s`."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)
@@ -437,8 +417,7 @@ def _widening(x: Tensor) -> int:
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """Return the default torch.distributed group if it is initialized, otherwise a group of one
-    rank.
+    """Return the default torch.distributed group if it exists, otherwise a group of one rank.
 
     Raises:
         ValueError: If a launcher started several processes but no group is initialized. Otherwise

@@ -79,8 +79,7 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Cause all other ranks to stop waiting for this rank. The groups of this process cannot be
-    used after this call.
+    """Cause all other ranks to stop waiting for this rank, whose groups cannot be used afterwards.
 
     A job that consists of one process is not affected. On NCCL, ranks that wait in a kernel notice
     the abort when their host next waits for sizes, or when their own timeout passes.
@@ -215,8 +214,7 @@ def _break(group: Any) -> None:
 
 
 def _bounded(call: Callable[[Any], Any]) -> Any:
-    """Return the result of `call(store)` for the job's store, or None if the store does not answer
-    in time.
+    """Return `call(store)` for the job's store, or None if the store does not answer in time.
 
     The call uses a separate connection, which is not blocked by other threads.
     """
@@ -242,13 +240,11 @@ def _event_of(device: torch.device) -> torch.cuda.Event | None:
 
 
 class TimeoutWatch:
-    """A thread that watches the collectives of one group, and aborts the group if a collective
-    takes too long.
+    """A thread that aborts a group if one of the group's collectives takes too long.
 
     Args:
         group: process group to watch. This object does not keep the group alive.
-        timeout_s: maximum time in seconds for a collective, including work that was queued before
-            it.
+        timeout_s: maximum time in seconds for a collective, including work queued before it.
         who: description of the rank and the group, which is used in messages.
         report: function that returns further information about the peers for messages, or an empty
             string.
@@ -265,7 +261,7 @@ class TimeoutWatch:
         self._stopped = False
 
     def add(self, what: str, device: torch.device) -> None:
-        """Watch a collective, described by `what`, that was just queued on the current stream of
+        """Watch a collective, described by `what`, that was queued on the current stream of
         `device`.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -342,9 +338,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank starts an exchange. The next heartbeat reports this. Nothing is
-        sent immediately.
-        """
+        """Record that this rank starts an exchange, which the next heartbeat will report."""
         self.count += 1
         self.what = f"in {what}"
 

@@ -72,8 +72,7 @@ class RoutingMailbox:
         """Remove the stored decision and return it.
 
         Raises:
-            ValueError: If no decision is stored, or if the decision is for a different number of
-                tokens.
+            ValueError: If no decision is stored, or if it is for a different number of tokens.
         """
         pending = self._waiting.pop(tokens > 0, None)
         if pending is None:
@@ -210,9 +209,7 @@ class NextBlockRouting:
         return _with_values(routing, values)
 
     def _decide(self, outbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> _Decided:
-        """Choose the experts of the next block, and store the decision in the inbox of that
-        block.
-        """
+        """Choose the experts of the next block, and store the decision in that block's inbox."""
         if torch.compiler.is_compiling():
             raise ValueError("router.pre_gate=1 cannot be used with torch.compile. Set "
                              "router.pre_gate=0, run the model without torch.compile, or compile "
@@ -243,9 +240,7 @@ class NextBlockRouting:
         return replace(output, output=y)
 
     def _while_computing(self, experts: nn.Module, args: tuple[ExpertRows]) -> Any:
-        """Start to fetch the chosen experts of the next block while this block computes its
-        experts.
-        """
+        """Start to fetch the next block's chosen experts while this block computes its experts."""
         decided, after = self._decided, self.following
         if decided is None:
             return None
@@ -337,9 +332,7 @@ def has_own_gate(layer: LinkableLayer) -> bool:
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer, followed by the layers after it whose experts are chosen one block in
-    advance.
-    """
+    """Yield a layer and the layers after it whose experts are chosen one block in advance."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current

@@ -1,5 +1,4 @@
-"""Recording of routing in the first pass of a layer, which is repeated when activations are
-recomputed.
+"""Recording of routing in a layer's first pass, for use when activations are recomputed.
 
 With activation checkpointing, a layer runs twice: in the forward pass, and again during the
 backward pass. Shapes and gradients would be wrong if the second pass sent a token to a different
@@ -47,9 +46,7 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded choice, together with the random generators that it advanced and their states
-    before and after the choice.
-    """
+    """A recorded choice, and the states of the random generators before and after the choice."""
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
@@ -62,8 +59,7 @@ class _Recorded:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Advance each generator past the recorded draws, if its state equals the recorded state
-        before them.
+        """Advance each generator past the recorded draws if its state is the one before them.
 
         A different state means that the checkpoint does not preserve the state of random
         generators.
@@ -89,9 +85,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 class Recording:
-    """The choices that one checkpointed call made in its first pass, stored by key and in the order
-    of calls.
-    """
+    """The choices of a checkpointed call in its first pass, by key and in the order of calls."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[_Recorded]] = {}
@@ -159,18 +153,14 @@ def _function_context(frame: FrameType) -> Any:
 
 
 def _new_frame(frame: FrameType) -> Any:
-    """Return the frame object (of torch's checkpoint) that a non-reentrant checkpoint created for
-    its first pass.
-    """
+    """Return the frame object that a non-reentrant checkpoint created for its first pass."""
     if "gen" in frame.f_code.co_varnames:  # torch creates the frame object in a generator
         frame = getattr(frame.f_locals.get("gen"), "gi_frame", None) or frame
     return _frame_object(frame, "new_frame")  # Transformer Engine creates it in the function
 
 
 def _recomputed_frame(frame: FrameType) -> Any:
-    """Return the frame object (of torch's checkpoint) of the first pass that a non-reentrant
-    checkpoint recomputes.
-    """
+    """Return the frame object of the first pass that a non-reentrant checkpoint recomputes."""
     return _frame_object(frame, "frame")
 
 
@@ -227,10 +217,8 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     Args:
         owner: the object that makes the choice (a router or a layout tuner).
         choose: function that computes the value.
-        training: whether the layer is in training mode. If it is False, values are recorded and
-            replayed only by a tape.
-        what: a short label for the value. A recording returns a value only for the same owner and
-            the same label.
+        training: whether the layer is in training mode. If False, only a tape records and replays.
+        what: label of the value. A recording returns a value only for the same owner and label.
         shape: expected shape of a value that is repeated. If it is None, the shape is not checked.
         values: False for values that are used only within one pass and its recomputation, and are
             not recorded by tapes.
@@ -262,8 +250,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """The recorded choices of a pass in the order of calls. Both `ids` and `calls` must be saved
-    and restored.
+    """The recorded choices of a pass in the order of calls. Save and restore `ids` with `calls`.
 
     Attributes:
         ids: the recorded values.
@@ -289,9 +276,7 @@ class _Tape:
 
     def replayed(self, choose: Callable[[], Any], owner: object, what: str,
                  shape: tuple[int, ...] | None) -> _Recorded:
-        """Record `choose()`, or return the next recorded choice after checking that it matches this
-        call.
-        """
+        """Record `choose()`, or return the next recorded choice if it matches this call."""
         call = (self._numbers.setdefault(owner, len(self._numbers) + 1), what)
         if self.position is None:
             entry = _Recorded.of(choose)
@@ -335,9 +320,7 @@ def _differs(position: int, asked: str, recorded: str) -> ValueError:
 
 
 class _Use:
-    """A context manager that records on a tape (if the position is None) or replays the tape. It
-    can be used several times.
-    """
+    """A reusable context manager that records on a tape (position None) or replays the tape."""
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
         self.tape, self.position = tape, position
@@ -355,8 +338,7 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of all layers that are called inside this context. The result can be
-    passed to `replay_routing`.
+    """Record the routing of all layers called in this context, for use with `replay_routing`.
 
     Recomputations of activations are not recorded again. Both parts of the tape can be saved with
     `torch.save`: the choices of routers together with the noise, if weights depend on it (`.ids`),
@@ -402,8 +384,7 @@ def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManag
 def replaying() -> bool:
     """Return true if this code runs in the second pass of a call that has gradients in both passes.
 
-    This happens only with non-reentrant checkpoints. Code that counts passes with gradients must
-    not count this pass.
+    This requires a non-reentrant checkpoint. Code that counts passes must not count this pass.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False
@@ -412,8 +393,7 @@ def replaying() -> bool:
 
 
 def counts(training: bool) -> bool:
-    """Return true if a pass of a layer counts for statistics and for updates that are made once per
-    step.
+    """Return true if a pass of a layer counts for statistics and for updates at each step.
 
     A pass in training mode with gradients counts once, and its recomputation does not count. A pass
     without gradients counts only as the first pass of a call that is recomputed with gradients.

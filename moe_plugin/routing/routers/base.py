@@ -1,6 +1,4 @@
-"""`Router`, which contains the code that all routers share, from logits in float32 to the finished
-`Routing`.
-"""
+"""`Router`, the code that all routers share, from float32 logits to the finished `Routing`."""
 
 from __future__ import annotations
 
@@ -40,18 +38,15 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base class of the provided routers, which choose the k experts with the largest scores,
-    computed by four hooks.
+    """Base class of the provided routers: four hooks choose the k experts with the largest scores.
 
     A subclass overrides the hooks `scores`, `select`, `weigh` and `after_choice`, and `build` if it
     has parameters or buffers other than `weight_ED`. Routing is computed outside autocast in
     float32 for any dtype of the layer (in float64 for a float64 input). With `router.fp32` the
-    parameters stay in at least float32 when the model is cast (by `half()`, `to(dtype)`, or a
-    host).
+    parameters stay in at least float32 when the model is cast (`half()`, `to(dtype)`, a host).
 
     Attributes:
-        own_losses: names of losses that this router can compute and that some other routers cannot
-            compute.
+        own_losses: names of losses that this router can compute and some other routers cannot.
         only_noisy: losses that are defined only if noise has been added.
         adds_noise: whether `router.noise` is added to the logits.
         leaves_none: declaration that `select` always chooses k experts, and never -1. In a class
@@ -134,9 +129,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def step_comm(self) -> Comm:
-        """The group of ranks that add their counts at the end of a step, including other
-        expert-parallel groups.
-        """
+        """The ranks, of all expert-parallel groups, that add their counts at the end of a step."""
         return self.host.batch_comm or self.all_ranks or self.comm
 
     def _check_losses(self) -> None:
@@ -172,16 +165,13 @@ class Router(BuffersKeepDtype, RouterModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
-        """Move parameters to the meta device. Buffers are not moved, because nothing would compute
-        their values again.
+        """Move parameters to the meta device, but not buffers, whose values could not be restored.
         """
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and `logit_bias_E`. Subclasses may create other parameters and
-        buffers.
-        """
+        """Create `weight_ED` and `logit_bias_E`. Subclasses may create further tensors."""
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
         if self.config.bias:
@@ -225,8 +215,7 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """Call the four hooks in order. x_TD: tokens after jitter and dropout, in which padding is
-        set to 0.
+        """Call the four hooks in order. x_TD: tokens after jitter and dropout, with padding at 0.
         """
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
@@ -363,9 +352,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.step_load_E.clone()  # a copy, because the next pass adds to the buffer
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
-        """Remove the choices of padding tokens, scale the weights, and compute the losses and the
-        entropy.
-        """
+        """Remove the choices of padding tokens, scale weights, and compute losses and entropy."""
         mask_T, counted = call.mask_T, ids_TK is call.ids_TK
         priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
         if self.config.batch_prioritized and priority_T is None:
@@ -387,8 +374,7 @@ class Router(BuffersKeepDtype, RouterModule):
                        if counted else None)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the configured losses of a call, excluding losses that require noise if no noise
-        was added.
+        """Return the configured losses of a call. Without noise, leave out those that require it.
         """
         noisy = call.noise or call.deviation_TE is not None
         values = {}
@@ -405,9 +391,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`. Some adapters (peft) train it only inside a
-        call.
-        """
+        """Record whether an adapter trains `weight_ED`. Adapters of peft do so only in a call."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
@@ -453,8 +437,6 @@ def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def xavier_(weight_ED: Tensor) -> None:
-    """Fill `weight_ED` with values from the Xavier uniform distribution, which are drawn in
-    float32.
-    """
+    """Fill `weight_ED` from the Xavier uniform distribution, with values drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

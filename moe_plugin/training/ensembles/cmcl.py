@@ -129,8 +129,7 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """Return `KL(U || P) = -log C - (1/C) sum_c log P(c)` as float [N, M] for float logits [N, M,
-    C].
+    """Return `KL(U || P) = -log C - (1/C) sum_c log P(c)`, [N, M], for float logits [N, M, C].
 
     The gradient with respect to the logits is `p - 1/C`.
     """
@@ -138,8 +137,7 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment `v`, bool [N, M], that has the smallest loss with `k` members per
-    sample.
+    """Return the assignment, bool [N, M], with the smallest loss and `k` members per sample.
 
     The chosen members are those with the k smallest values of `CE_m - beta KL_m`, where ties go to
     the lower index. The result is exact, because the loss is a sum over members, and choosing
@@ -263,8 +261,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
                     labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
-    """Compute `confident_oracle_loss` for all B * T tokens, with the same arguments as
-    `sequence_oracle_loss`.
+    """Compute `confident_oracle_loss` for all tokens; for the arguments see `sequence_oracle_loss`.
     """
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
@@ -327,8 +324,7 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
     """Add features of other members at random: `h_m + sum_{n != m} s_nm * h_n`.
 
     Each element of s_nm is 1 with the given probability, else 0. Outside training the mean of
-    `s_nm` is used. Source: CMCL, section 3.3; the authors' public code also draws `s_nm` at test
-    time.
+    `s_nm` is used. Source: CMCL, section 3.3; its public code also draws `s_nm` at test time.
 
     Args:
         features: float tensor in which `dim` is the axis of the members.
@@ -357,8 +353,7 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """An output layer with M heads, each with a hidden layer (gelu), shared features and a linear
-    map to C classes.
+    """M output heads, each with a hidden layer (gelu), shared features and a map to C classes.
 
     Args:
         dim: width of the input features.

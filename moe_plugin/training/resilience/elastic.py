@@ -43,13 +43,11 @@ class ElasticReplica:
 
     Args:
         lighthouse: address of the lighthouse in the form `http://HOST:PORT`.
-        replica: number that identifies this replica. A returning replica has the same number as
-            before.
+        replica: number that identifies this replica, and that a returning replica uses again.
         state: function that returns this rank's state, which the same rank of a returning replica
             loads. The state consists of nested values and tensors.
         load: function that loads a state returned by `state`.
-        timeout_s: time in seconds after which a replica that does not answer is excluded from a
-            step.
+        timeout_s: time in seconds after which a replica without an answer is excluded from a step.
         progress: number of completed steps according to the replica's checkpoint. Replicas that
             start together load the state of the (first) replica with the most steps.
 
@@ -59,7 +57,7 @@ class ElasticReplica:
             average does not include the gradients of this replica.
         lost: total number of lost steps.
     Raises:
-        ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
+        ValueError: If torchft is missing, the lighthouse fails to answer, or a number is out of
             bounds.
     """
 
@@ -98,8 +96,7 @@ class ElasticReplica:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Set the gradients to their mean over the active replicas. Collective among the ranks of
-        the replica.
+        """Set the gradients to their mean over the active replicas; collective within the replica.
 
         Call this method before the optimizer's step. A returning replica loads the state of an
         active replica in this call, and then performs the same step with the averaged gradients.
@@ -113,8 +110,7 @@ class ElasticReplica:
                 used, no parameter may change, and counts are zero.
         Raises:
             CommError: If the lighthouse does not answer for `QUORUM_S` seconds (a lighthouse
-                restarted at the same address is found), or if `MAX_LOST` consecutive steps were
-                lost.
+                restarted at the same address is found), or if `MAX_LOST` steps in a row are lost.
             ValueError: If the models of the replicas differ.
         """
         tensors = [gradient for gradient in gradients if gradient is not None]
@@ -129,8 +125,7 @@ class ElasticReplica:
         return True
 
     def average_parts(self, parts: Iterable[Sequence[Tensor]]) -> bool:
-        """Replace tensors that are never in memory at the same time with their mean over the active
-        replicas.
+        """Replace tensors with their mean over the active replicas, one group of tensors at a time.
 
         Collective among the ranks of the replica. A returning replica receives the mean of the
         other replicas and does not load their state. The return value and errors are the same as
@@ -176,8 +171,7 @@ class ElasticReplica:
 
     def _reduce(self, tensors: Sequence[Tensor], floats: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
                 ) -> list[tuple[list[Tensor], Tensor]]:
-        """Reduce tensors over replicas, and return for each dtype the tensors together with one
-        vector of results.
+        """Reduce tensors over replicas, and return tensors and one result vector for each dtype.
 
         Integers are summed. Floating-point tensors are reduced with the operation `floats`.
         """
@@ -238,9 +232,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Load the state of another replica. Raises a `ValueError` if the models of the other
-        replica are different.
-        """
+        """Load the state of another replica. Raises a `ValueError` if its models differ."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries
@@ -250,8 +242,7 @@ class ModuleState:
                              f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Return the step sums of all routers, which are averaged to keep the routers of all
-        replicas equal.
+        """Return the step sums of all routers, whose averages keep the routers of replicas equal.
         """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
@@ -259,8 +250,7 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """The information that a host provides about a run that is one of several replicas of the same
-    model.
+    """Information from a host about a run that is one of several replicas of the same model.
 
     Attributes:
         lighthouse: see `ElasticReplica`.
@@ -269,8 +259,7 @@ class ReplicaPlace:
         models: models of this rank, without wrappers that change parameter names.
         optimizers: function that returns the optimizers of this rank, each with `state_dict` and
             `load_state_dict`.
-        progress: function that returns the number of completed steps, followed by further values
-            about the progress.
+        progress: function that returns the number of completed steps and further progress values.
         take: function that sets the progress of this replica to the progress of another replica.
     """
 

@@ -56,8 +56,7 @@ class SwarmStep:
         logged: additional values returned by the loss function for each micro-batch.
         by: the trainer that processed each micro-batch; empty string for this trainer.
         resent: number of tasks that were sent more than once.
-        redone: number of backward passes that were recomputed by a different peer because their
-            gradients were lost with a peer.
+        redone: number of backward passes recomputed because their gradients were lost with a peer.
         gone: addresses of peers that were lost.
         moved: the (address, old stage, new stage) of each peer that was moved.
     """
@@ -78,7 +77,7 @@ class Swarm:
     Args:
         stages: number of pipeline stages.
         host, port: address at which peers reach the trainer. If the port is 0, any free port is
-            used; see `address`.
+            used.
         wire: format of tensors sent between stages: `none`, `bf16`, `fp16`, `fp8` or `mxfp8`, with
             the error bounds of `dispatch.wire`.
         dtype: dtype of these tensors after they are decoded.
@@ -88,21 +87,18 @@ class Swarm:
         rebalance_s: interval in seconds. After each interval, one peer may move to the slowest
             stage between two steps, if this speeds up the pipeline enough. None: never.
         seed: seed of the initial weights and of random numbers.
-        target_to_all: whether all stages receive the target, as the second argument of their
-            modules.
+        target_to_all: whether all stages receive the target, as second argument of their modules.
         resume: optional. A folder written by `save`.
         secret: optional. A secret string that peers must know. Without a secret, every machine that
             can reach `host` can join.
-        message_bytes: maximum size in bytes of a message, such as a stage's weights and optimizer
-            state.
+        message_bytes: maximum size in bytes of a message (such as a stage's weights).
 
     Attributes:
         address: the address that is passed to `StagePeer`.
         members: the peers of each stage.
         steps: number of completed steps.
     Raises:
-        ValueError: If an argument is out of bounds, or if `resume` is not a folder written by
-            `save`.
+        ValueError: If an argument is out of bounds, or if `save` has not written `resume`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -144,19 +140,16 @@ class Swarm:
                                f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run a step with the micro-batches (input [B, ...], target) by calling `accumulate` and
-        `update`.
+        """Run a step with micro-batches (input [B, ...], target) using `accumulate` and `update`.
         """
         result = self.accumulate(micro_batches)
         self.update()
         return result
 
     def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run the forward and backward passes of a step. The gradients stay on the peers until
-        `update` is called.
+        """Run the passes of a step. The gradients stay on the peers until `update` is called.
 
-        A `RuntimeError` that states the reason is raised if a stage has no peer or if all its peers
-        failed.
+        A `RuntimeError` with the reason is raised if a stage has no peer or all its peers failed.
         """
         self._result = result = SwarmStep()
         self._taken, self._driver.resent = {}, 0
@@ -195,9 +188,7 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Process all micro-batches with all trainers. At the end of the `with` block, all trainers
-        receive the result.
-        """
+        """Process all micro-batches with all trainers, which receive the result after the block."""
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -226,8 +217,7 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the weights and optimizer state of every stage, for `resume`, to a folder that is
-        locked until `close`.
+        """Write all weights and optimizer states, for `resume`, to a folder locked until `close`.
 
         If the process is killed while saving, the previous files stay valid. A `ValueError` is
         raised if another run uses the folder.
@@ -237,8 +227,7 @@ class Swarm:
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Inform the peers that training has ended, after joined trainers have received the last
-        result.
+        """Inform the peers that training has ended after joined trainers received the last result.
         """
         for lock in filter(None, self._locks.values()):
             lock.release()
@@ -263,8 +252,7 @@ class Swarm:
         return {}
 
     def _place(self) -> None:
-        """Assign each new peer to the slowest stage. Afterwards one peer may move to the slowest
-        stage.
+        """Assign each new peer to the slowest stage, and then move at most one peer to this stage.
         """
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
@@ -357,9 +345,7 @@ class Swarm:
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute gradients of lost peers until no gradients are missing. More peers may be lost
-        in the meantime.
-        """
+        """Recompute gradients of lost peers until none are missing, even if more peers are lost."""
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
@@ -372,11 +358,9 @@ class Swarm:
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
                      stages: Iterable[int] | None = None,
                      members: list[list[Address]] | None = None) -> dict[int, float]:
-        """Send a request to all members of these stages at the same time, and remove members that
-        do not answer.
+        """Send a request to all members of these stages at once; remove members without an answer.
 
-        For each stage whose members have all succeeded, the result contains the norm that they
-        report.
+        The result contains, for each stage whose members all succeeded, the norm that they report.
         """
         members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
@@ -411,9 +395,7 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Return the results of all futures. After a failure, futures that have not started are
-    cancelled.
-    """
+    """Return the results of all futures. After a failure, futures not yet started are cancelled."""
     try:
         return [future.result() for future in futures]
     except BaseException:
