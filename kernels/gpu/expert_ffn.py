@@ -334,7 +334,7 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 class _Direct(torch.autograd.Function):
     """The computation of `expert_ffn` for real tensors.
 
-    Not a torch operation, because backward needs more than tensors and may change `main_grad`.
+    It is not a torch operation, because its backward may change buffers such as `main_grad`.
     """
 
     @staticmethod

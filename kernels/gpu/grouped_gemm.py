@@ -28,7 +28,7 @@ except ImportError:  # before Triton 3.4
 
 
 def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
-    """Return a descriptor of rows [R, I] for copies of tiles `tile`, or None if impossible."""
+    """Return a descriptor of rows [R, I] with tiles of the shape `tile`, or None if impossible."""
     return _made(x_RI, tile)
 
 
@@ -141,7 +141,7 @@ def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
 def accumulate(total, x, x_tiles, first, at, live, w, w_tiles, group, column, wide, stride_group,
                stride_k, stride_n, K: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Return `total + rows @ w` for rows of x, float32 [BM, BN]. Rows not live count as zero."""
+    """Return `total + rows @ w`, float32 [BM, BN]. Rows that are not live are treated as zero."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,

@@ -90,8 +90,8 @@ def sequence(x: RoutingCall) -> Tensor:
 def global_batch(x: RoutingCall) -> Tensor:
     """The loss `switch` with the load of the whole batch: `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
 
-    The scores p, and the number S of tokens, are those of this call. N_e counts the choices of all
-    data-parallel ranks and of all micro-batches since the last optimizer step
+    The scores p, and the number S of tokens, are those of this call. N_e is the number of choices
+    of expert e by all data-parallel ranks in all micro-batches since the last optimizer step
     (`moe_plugin.routing.finish_step`), and N = sum_e N_e. A uniform router gives 1. The sum over
     ranks does not depend on how the batch is split over ranks. Each micro-batch of a step uses the
     load up to and including this micro-batch, so only the last one uses the load of the whole

@@ -391,7 +391,8 @@ class Router(BuffersKeepDtype, RouterModule):
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`. Adapters of peft do so only in a call."""
+        """Record whether an adapter trains `weight_ED`, which peft's adapters do only inside a
+        call."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 

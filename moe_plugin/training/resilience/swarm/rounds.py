@@ -101,9 +101,7 @@ class SharedRound:
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """Return the index of a micro-batch that a trainer could not process to the leading
-        trainer.
-        """
+        """Assign a micro-batch that a trainer could not process to the leading trainer."""
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
