@@ -93,9 +93,9 @@ class BlockWeight(RoundedWeight):
         backward.
         """
         if {first, second} != {1, 2} or self._transposed is None:
-            raise ValueError(f"A weight in blocks cannot exchange axes {first} and {second}. Only "
-                             "axes 1 and 2 of a weight made with backward=True can be exchanged, "
-                             "because blocks lie along one axis.")
+            raise ValueError(f"Axes {first} and {second} of a weight in blocks cannot be swapped. "
+                             "Only axes 1 and 2 of a weight made with backward=True can be "
+                             "swapped, because blocks lie along one axis.")
         return BlockWeight(self._transposed, None)
 
 

@@ -148,8 +148,8 @@ class Fp8Weight(RoundedWeight):
         change.
         """
         if {first, second} != {1, 2}:
-            raise ValueError(f"A weight in fp8 cannot exchange axes {first} and {second}. Only "
-                             "axes 1 and 2 can be exchanged, because blocks lie in these axes.")
+            raise ValueError(f"Axes {first} and {second} of a weight in fp8 cannot be swapped. "
+                             "Only axes 1 and 2 can be swapped, because blocks lie in these axes.")
         if self._transposed is None:
             # Copied as bytes, because copies of fp8 are slow or missing on some devices.
             codes = self.codes_LIO.view(torch.uint8).contiguous().view(self.codes_LIO.dtype)

@@ -82,7 +82,7 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
         result_BO[places_B] = out_BO
         if not torch.equal(result_BO, result_NBO[0]):
             raise ValueError(
-                f"batch_invariant=True cannot be used for products of [{BLOCK}, {shape[0]}] by "
+                f"batch_invariant=True cannot be used for matmuls of [{BLOCK}, {shape[0]}] by "
                 f"{tuple(shape)} in {dtype} on this {device.type}, because its library sums the "
                 "rows of a block in different orders. Use another dtype or width.")
 

@@ -126,8 +126,8 @@ class RankGroup(ABC):
             topology = self.state.topology or self.detect_topology()
         if topology.size != self.size:
             raise ValueError(
-                f"topology of {topology.size} ranks does not fit group {self.name!r} with "
-                f"{self.size} ranks; give a topology of all ranks of the group"
+                f"a topology of {topology.size} ranks cannot be used in group {self.name!r} of "
+                f"{self.size} ranks; pass a topology of all ranks of the group"
             )
         if topology != self.state.topology:
             self.state.set_topology(topology)

@@ -429,7 +429,7 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes.isdigit() and int(processes) > 1:
         raise ValueError(
-            f"WORLD_SIZE={processes} does not fit a layer without a group: each of these processes "
+            f"WORLD_SIZE={processes} requires a process group, without which each process "
             "would train a separate model. Call torch.distributed.init_process_group() before "
             "building the layer, or pass comm=LocalComm() for a layer of this process alone")
     return LocalComm()

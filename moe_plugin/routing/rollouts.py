@@ -100,7 +100,7 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
         if layers is None or top_k is None:
             raise ValueError(f"Routed experts in base64 need layers and top_k, but layers={layers} "
                              f"and top_k={top_k} were passed. Pass both numbers of the model, "
-                             "because the text has no shape.")
+                             "because the string contains no shape.")
         numbers = torch.frombuffer(bytearray(base64.b64decode(sample)), dtype=torch.int32)
         if numbers.numel() % (layers * top_k):
             raise ValueError(
@@ -186,9 +186,9 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
 
 def _check_parts(name: str, tokens: int, parts: int) -> None:
     if tokens % parts:
-        raise ValueError(f"A sequence of {tokens} tokens cannot be cut into {parts} equal parts, "
-                         f"as this {name} parallelism requires. Pad the routed experts like the "
-                         "tokens of the batch.")
+        raise ValueError(f"A sequence of {tokens} tokens cannot be split into {parts} equal "
+                         f"parts, as this {name} parallelism requires. Pad the routed experts like "
+                         "the tokens of the batch.")
 
 
 @contextmanager
@@ -271,8 +271,8 @@ def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"A layer processes {tokens} tokens with {top_k} experts each, but the routed experts "
-            f"have shape {tuple(ids_TK.shape)}. Cut them like the batch (tokens_of_rank), and open "
-            "replay_rollouts for each micro-batch.")
+            f"have shape {tuple(ids_TK.shape)}. Split them like the batch (tokens_of_rank), and "
+            "open replay_rollouts for each micro-batch.")
 
 
 @dataclass

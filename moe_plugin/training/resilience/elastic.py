@@ -352,7 +352,7 @@ def is_replica(lighthouse: str | None, replica: int,
         refuse_unfit("--moe-lighthouse", unfit())
         check_settings(replica)
     elif replica:
-        raise ValueError(f"replica={replica} does not fit a run without a lighthouse, which would "
+        raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "
                          "train alone; use 0, or set the lighthouse's address (--moe-lighthouse)")
     return bool(lighthouse)
 

@@ -119,7 +119,7 @@ class Ballots:
                  sharing: Comm | None = None, worker: Comm | None = None) -> None:
         if comm.size != assignment.workers:
             raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
-                             f"but the group has {comm.size} ranks; the numbers must be equal")
+                             f"but the group has {comm.size} ranks; these numbers must be equal")
         if aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
         self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
@@ -345,6 +345,6 @@ def refuse_reported_loads(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, RouterModule) and module.step_sums():
             raise ValueError(
-                f"router {type(module).__name__} of {name!r} does not fit votes: its biases follow "
-                "loads that every rank reports and that are not voted on. Use router.name=topk "
-                "with losses.gshard, or router.bias_rate=0 (fixed biases) if the router has it")
+                f"router {type(module).__name__} of {name!r} cannot be used with votes: its biases "
+                "follow loads that every rank reports without a vote. Use router.name=topk with "
+                "losses.gshard, or router.bias_rate=0 (fixed biases) if the router has it")

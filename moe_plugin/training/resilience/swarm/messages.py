@@ -59,7 +59,7 @@ class Access:
     def __post_init__(self) -> None:
         if self.message_bytes < 1 or self.secret == "":
             raise ValueError(f"swarm: message_bytes={self.message_bytes} must be >= 1, and secret "
-                             "must not be empty; leave secret out, or use a long random text")
+                             "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
         """Return the proof for the random numbers of both sides, which only a side with the secret

@@ -66,10 +66,10 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
             return step, states
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
             pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}); use another folder "
+        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}); use a different folder "
                          "written by `Swarm.save`") from error
-    raise ValueError(f"{path} has {len(names)} stages, but the swarm has {stages}; use equal "
-                     "numbers")
+    raise ValueError(f"{path} has {len(names)} stages, but the swarm has {stages}; use the "
+                     "same number of stages")
 
 
 MakeStage = Callable[[], nn.Module]
