@@ -121,7 +121,7 @@ class LayoutChoice:
         """Return the layout that has this `label`.
 
         Raises:
-            ValueError: if the text is not a layout label.
+            ValueError: If the text is not a layout label.
         """
         try:
             r, pieces, algorithm, kernel, *more = text.split(" ")
@@ -158,7 +158,7 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
             least 1.
 
     Raises:
-        ValueError: if neither of `experts` and `ranks` divides the other.
+        ValueError: If neither of `experts` and `ranks` divides the other.
     """
     if ranks == 1:
         return [1]

@@ -79,7 +79,7 @@ def load_device(path: str | Path) -> Device:
     """Read a device file, such as those in `configs/devices/`.
 
     Raises:
-        ValueError: if the file cannot be read or does not describe a `Device`.
+        ValueError: If the file cannot be read or does not describe a `Device`.
     """
     return load_record(Device, path, "device file", "see configs/devices/")
 
@@ -196,7 +196,7 @@ class Cluster:
         """Return the same links with `ranks` ranks on full nodes, or on one partly used node.
 
         Raises:
-            ValueError: if the ranks do not fill whole nodes.
+            ValueError: If the ranks do not fill whole nodes.
         """
         if ranks < 1:
             raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
@@ -236,7 +236,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ValueError: if the file cannot be read or contains invalid values.
+        ValueError: If the file cannot be read or contains invalid values.
     """
     return load_record(Cluster, path, "cluster file", "create one with `moe-plugin calibrate`")
 

@@ -100,7 +100,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     A task starts as soon as its resources are free and the tasks in `after` have ended.
 
     Raises:
-        ValueError: if a task waits for a task that is not issued before it, which would be a
+        ValueError: If a task waits for a task that is not issued before it, which would be a
             deadlock on real hardware, or if a name occurs twice.
     """
     free: dict[str, float] = {}
@@ -127,7 +127,7 @@ def simulate_ready(tasks: Sequence[Task]) -> Timeline:
     in which the tasks end.
 
     Raises:
-        ValueError: if a name occurs twice, a task has several resources, tasks wait for each other,
+        ValueError: If a name occurs twice, a task has several resources, tasks wait for each other,
             or a task waits for a missing task.
     """
     number = {task.name: index for index, task in enumerate(tasks)}
@@ -263,7 +263,7 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
     """Return the seconds of a forward pass's exchanges, in closed form.
 
     Raises:
-        ValueError: if the schedule is unknown.
+        ValueError: If the schedule is unknown.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}. Choose from {', '.join(SCHEDULES)}")

@@ -58,7 +58,7 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
         emulated: whether to fit `host` and `wake_s` to the measured CPU time as well.
 
     Raises:
-        ValueError: if there are fewer measurements than constants, or if `emulated` is set and a
+        ValueError: If there are fewer measurements than constants, or if `emulated` is set and a
             measurement has no CPU time.
     """
     if len(measurements) < len(LINKS) + len(MACHINE):

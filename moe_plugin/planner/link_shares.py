@@ -51,7 +51,7 @@ def optimal_shares(costs: Sequence[Sequence[float]]) -> LinkShares:
         costs: beta_ij > 0, the cost of a byte from rank i to rank j, including the diagonal.
 
     Raises:
-        ValueError: if the costs are not a square matrix of finite numbers > 0, or if they differ by
+        ValueError: If the costs are not a square matrix of finite numbers > 0, or if they differ by
             so many orders of magnitude that the search does not converge.
     """
     return _solve(tuple(map(tuple, costs)))

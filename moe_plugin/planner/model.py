@@ -56,7 +56,7 @@ def load(kind: type[Record], path: str | Path) -> Record:
     """Read a measurement file of the given type.
 
     Raises:
-        ValueError: if the file cannot be read or contains no record of this type.
+        ValueError: If the file cannot be read or contains no record of this type.
     """
     return load_record(kind, path, "file of measurements", "measure again with --fresh")
 
@@ -292,6 +292,6 @@ def load_model(path: str | Path) -> ModelShape:
     """Read a model file, such as those in `configs/plans/`.
 
     Raises:
-        ValueError: if the file cannot be read or does not describe a `ModelShape`.
+        ValueError: If the file cannot be read or does not describe a `ModelShape`.
     """
     return load_record(ModelShape, path, "model file", "see configs/plans/")

@@ -96,7 +96,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     """Return the `keep` fastest plans that fit the device's memory, each with its best layout.
 
     Raises:
-        ValueError: if no plan fits. The message states how much memory the smallest plan needs.
+        ValueError: If no plan fits. The message states how much memory the smallest plan needs.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))

@@ -101,7 +101,7 @@ class Wiring:
             but: peers to exclude because they did not answer this task in time.
 
         Raises:
-            LookupError: if no peer is left. Announce another peer or wait.
+            LookupError: If no peer is left. Announce another peer or wait.
         """
         passed = []
         while self._heap and self._heap[0].peer in but:

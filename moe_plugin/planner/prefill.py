@@ -78,7 +78,7 @@ def load_kernels(path: str | Path) -> Profile:
     """Read a kernel file.
 
     Raises:
-        ValueError: if the file cannot be read or does not describe kernels.
+        ValueError: If the file cannot be read or does not describe kernels.
     """
     remedy = "create one with moe-plugin profile-device --kernels"
     contents = load_record(KernelFile, path, "kernel file", remedy)
@@ -203,7 +203,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             ignored. Pieces are treated as equal even if the number does not divide evenly.
 
     Raises:
-        ValueError: if the axis is unknown or no number of pieces is possible.
+        ValueError: If the axis is unknown or no number of pieces is possible.
     """
     if cut not in CUTS:
         raise ValueError(f"cut {short(cut)} is unknown. Choose from {', '.join(CUTS)}")

@@ -99,7 +99,7 @@ def pack(loads: Loads, packs: int) -> list[list[int]]:
         The items of each pack, in ascending order.
 
     Raises:
-        ValueError: if the number of items is not a multiple of `packs`.
+        ValueError: If the number of items is not a multiple of `packs`.
     """
     if packs < 1 or len(loads) % packs:
         raise ValueError(f"{len(loads)} items cannot be divided evenly among {packs} packs. The "
@@ -129,7 +129,7 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
             not divide over the nodes, nodes are ignored. Defaults to 1.
 
     Raises:
-        ValueError: if a number does not fit. The message names the bound.
+        ValueError: If a number does not fit. The message names the bound.
     """
     experts = len(loads)
     if min(loads, default=0) < 0:

@@ -96,7 +96,7 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
             another number, ranks of the trace are merged, or each rank is split by token order.
 
     Raises:
-        ValueError: if the ranks or experts do not fit, or if the ranks have different layers.
+        ValueError: If the ranks or experts do not fit, or if the ranks have different layers.
     """
     wanted = ranks or len(traces)
     check_fits(traces, experts, wanted)
@@ -109,7 +109,7 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
     """Check that the traces can represent this number of ranks, see `calls_of`.
 
     Raises:
-        ValueError: if the traces cannot represent this number of ranks.
+        ValueError: If the traces cannot represent this number of ranks.
     """
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(

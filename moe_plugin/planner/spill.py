@@ -32,7 +32,7 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
     wins. The computation is exact: floats are converted to the fractions that they represent.
 
     Raises:
-        ValueError: if a share or the total is negative, or if no share is positive.
+        ValueError: If a share or the total is negative, or if no share is positive.
     """
     exact = [Fraction(share) for share in shares]
     if total < 0 or not exact or min(exact) < 0 or not sum(exact):

@@ -26,7 +26,7 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         where: name of the values in error messages.
 
     Raises:
-        ValueError: if a key is unknown, or a value is missing or invalid.
+        ValueError: If a key is unknown, or a value is missing or invalid.
     """
     # imported late, because OmegaConf loads slowly and many programs read no such file
     from omegaconf import OmegaConf
@@ -69,7 +69,7 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
         remedy: advice in error messages.
 
     Raises:
-        ValueError: if the file cannot be read, or its values do not fit the dataclass.
+        ValueError: If the file cannot be read, or its values do not fit the dataclass.
     """
     return record(kind, read_yaml(path, what, remedy), f"{what} {short(str(path))}")
 

@@ -80,7 +80,7 @@ def mols(load: int, copies: int) -> Assignment:
         copies: r, an odd number of at most l - 1.
 
     Raises:
-        ValueError: if `load` or `copies` is not allowed.
+        ValueError: If `load` or `copies` is not allowed.
     """
     _check_odd(copies)
     if not _is_prime(load) or copies > load - 1:
@@ -103,7 +103,7 @@ def ramanujan(prime: int, columns: int) -> Assignment:
         columns: m, either an odd number less than s, or a multiple of s (s odd).
 
     Raises:
-        ValueError: if `prime` or `columns` is not allowed.
+        ValueError: If `prime` or `columns` is not allowed.
     """
     if not _is_prime(prime) or (columns >= prime and columns % prime) or columns < 1:
         raise ValueError(f"prime={prime}, columns={columns} do not define a Ramanujan graph. "
@@ -149,7 +149,7 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
         copies: r, the number of workers per file, an odd number.
 
     Raises:
-        ValueError: if the assignment does not exist. The message states the condition.
+        ValueError: If the assignment does not exist. The message states the condition.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)

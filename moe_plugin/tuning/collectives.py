@@ -43,7 +43,7 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
             file.
 
     Raises:
-        ValueError: if the network file cannot be read or does not fit the group.
+        ValueError: If the network file cannot be read or does not fit the group.
     """
     kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:
@@ -78,7 +78,7 @@ def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
     typical links.
 
     Raises:
-        ValueError: if the network cannot be read or does not fit the group.
+        ValueError: If the network cannot be read or does not fit the group.
     """
     if config.network is not None:
         where = f"comm.network={short(config.network)}"

@@ -187,7 +187,7 @@ class LayoutSelector:
         """Load a state. The state of the tuner is optional.
 
         Raises:
-            ValueError: if the experts of the checkpoint are not the experts of this rank.
+            ValueError: If the experts of the checkpoint are not the experts of this rank.
         """
         for key, mine in {"shards": None, **self.state()}.items():
             if key not in ("tuner", "replicas") and state.get(key) != mine:

@@ -91,7 +91,7 @@ class LayerLayout:
         compiled again. `torch.export` produces one program for any load.
 
         Raises:
-            ValueError: if experts that are fetched are exported with `torch.export`.
+            ValueError: If experts that are fetched are exported with `torch.export`.
         """
         if exporting():
             self._check_export()
@@ -141,7 +141,7 @@ class LayerLayout:
         """Return a trained parameter, preferably one of the adapter in the experts' place.
 
         Raises:
-            ValueError: if the adapter does not reach all ranks that compute the experts.
+            ValueError: If the adapter does not reach all ranks that compute the experts.
         """
         if self.experts.stored or self.choice.spill != "never":
             obstacle = ("experts outside the device" if self.experts.stored else

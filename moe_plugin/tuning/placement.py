@@ -94,7 +94,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
         router, experts, dtype, device, host: arguments of the layer, see `MoELayer`.
 
     Raises:
-        ValueError: if settings, ranks, group and memory do not fit together.
+        ValueError: If settings, ranks, group and memory do not fit together.
     """
     agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
@@ -155,7 +155,7 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
         dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:
-        ValueError: if ranks, dispatcher and schedule do not fit together.
+        ValueError: If ranks, dispatcher and schedule do not fit together.
     """
     size = config.parallel.replicas
     if size == 1 or dispatchers.get(config.dispatch.name).traits.shares_tokens:

@@ -219,7 +219,7 @@ class PrefillPieces:
         probe: a parameter of the layer.
 
     Raises:
-        ValueError: if the dispatcher's rows cannot be divided, or if other ranks may compute them.
+        ValueError: If the dispatcher's rows cannot be divided, or if other ranks may compute them.
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor) -> None:

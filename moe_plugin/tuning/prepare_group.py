@@ -45,7 +45,7 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
         measures: whether settings that are left open may be measured, see `exchange_name`.
 
     Raises:
-        ValueError: if a name is unknown, a file cannot be read, or the topology does not fit the
+        ValueError: If a name is unknown, a file cannot be read, or the topology does not fit the
             group.
     """
     if config.all_to_all is not None:
@@ -116,7 +116,7 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
         nics: number of network cards per node. Defaults to 1.
 
     Raises:
-        ValueError: if the file cannot be read or has no node lists, or if ranks are missing.
+        ValueError: If the file cannot be read or has no node lists, or if ranks are missing.
     """
     if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)

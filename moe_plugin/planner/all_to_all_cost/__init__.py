@@ -43,7 +43,7 @@ def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
     """Return the cost of one exchange of `size` bytes per rank.
 
     Raises:
-        ValueError: if the algorithm has no cost model.
+        ValueError: If the algorithm has no cost model.
     """
     if algorithm not in COSTS:
         raise ValueError(

@@ -76,7 +76,7 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
         duplex: whether copies in both directions run at the same time. Defaults to True.
 
     Raises:
-        ValueError: if no decisions fit. The message states the necessary number of bytes.
+        ValueError: If no decisions fit. The message states the necessary number of bytes.
     """
     problem = SwapProblem(tuple(blocks), limit - base, duplex)
     need = least_bytes(blocks) + base

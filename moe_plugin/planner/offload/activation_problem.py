@@ -190,7 +190,7 @@ class SwapProblem:
             base: bytes on the device in addition to `room`. Defaults to 0.
 
         Raises:
-            ValueError: if no waits make the decisions fit the memory.
+            ValueError: If no waits make the decisions fit the memory.
         """
         waits = self.waits(decisions)
         if waits is None:

@@ -74,7 +74,7 @@ def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
     does not overlap with anything.
 
     Raises:
-        ValueError: if the model has fewer layers than there are peers.
+        ValueError: If the model has fewer layers than there are peers.
     """
     layers, batches = plan.model.layers, plan.model.batches * peers.count
     if len(layers) < peers.count:

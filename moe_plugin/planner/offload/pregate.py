@@ -74,7 +74,7 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
         tokens: number of sequences.
 
     Raises:
-        ValueError: if no layer has experts, or if `tokens` is less than 1.
+        ValueError: If no layer has experts, or if `tokens` is less than 1.
     """
     layers, dense = model.moe_layers, model.dense_parameters
     if not layers or tokens < 1:
@@ -126,7 +126,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
         limit: bytes of the device. Defaults to no limit.
 
     Raises:
-        ValueError: if the design is unknown, or if a pass has other layers or experts than the
+        ValueError: If the design is unknown, or if a pass has other layers or experts than the
             model.
     """
     if design not in DESIGNS:
@@ -155,7 +155,7 @@ def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
     """Return the fastest design that fits and that the settings of a run can select.
 
     Raises:
-        ValueError: if no design fits.
+        ValueError: If no design fits.
     """
     able = [c for c in costs if DESIGNS[c.design]]
     fits = [c for c in able if c.outcome.peak <= limit]

@@ -109,7 +109,7 @@ def load_profile(path: str | Path) -> ModelProfile:
     """Read a profile from a JSON or YAML file.
 
     Raises:
-        ValueError: if the file cannot be read or contains no profile.
+        ValueError: If the file cannot be read or contains no profile.
     """
     return load_record(ModelProfile, path, "profile file", "see docs/activations.md")
 
@@ -238,7 +238,7 @@ class OffloadSchedule:
         """Simulate the schedule.
 
         Raises:
-            ValueError: if a step waits for a step that is not issued before it, if a step occurs
+            ValueError: If a step waits for a step that is not issued before it, if a step occurs
                 twice, if the bytes on the device exceed the limit, or if more bytes are freed than
                 were allocated.
         """

@@ -222,7 +222,7 @@ def choose(profile: StageProfile) -> Predicted:
     """Return the fastest schedule that fits. Of equally fast schedules, prefer Megatron's.
 
     Raises:
-        ValueError: if no schedule fits the memory.
+        ValueError: If no schedule fits the memory.
     """
     fitting = [one for one in predict(profile) if one.fits]
     if not fitting:
@@ -239,6 +239,6 @@ def load_profile(path: str | Path) -> StageProfile:
     """Read a file that describes a `StageProfile`.
 
     Raises:
-        ValueError: if the file cannot be read or contains no such profile.
+        ValueError: If the file cannot be read or contains no such profile.
     """
     return load_record(StageProfile, path, "pipeline profile", "see docs/pipeline.md")

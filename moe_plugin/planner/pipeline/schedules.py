@@ -138,7 +138,7 @@ class Pipeline:
             mode: one of `MODES`. Defaults to "overlapped".
 
         Raises:
-            ValueError: if the mode is unknown.
+            ValueError: If the mode is unknown.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is unknown. Choose from {', '.join(MODES)}")

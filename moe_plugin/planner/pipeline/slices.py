@@ -91,7 +91,7 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
             The result is at most (K - 1) gap_s slower than the best division.
 
     Raises:
-        ValueError: if sizes or seconds are invalid, or if no division is possible.
+        ValueError: If sizes or seconds are invalid, or if no division is possible.
     """
     _check(length, stages, granularity, gap_s)
     count = length // granularity
@@ -125,7 +125,7 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
         gap_s: see `cut`.
 
     Raises:
-        ValueError: if `batch` is less than 1, or in the same cases as in `cut`.
+        ValueError: If `batch` is less than 1, or in the same cases as in `cut`.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} is too small; it must be >= 1")
@@ -236,7 +236,7 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
         samples: (length, context, seconds), with at least one slice without context.
 
     Raises:
-        ValueError: if no slice without context was measured, or if a sample is invalid.
+        ValueError: If no slice without context was measured, or if a sample is invalid.
     """
     measured: dict[tuple[int, int], list[float]] = defaultdict(list)
     for length, context, seconds in samples:
