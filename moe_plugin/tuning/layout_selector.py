@@ -1,4 +1,4 @@
-"""Selects the layout in which a call of a layer runs: as requested, as configured or as tuned."""
+"""Selection of the requested, configured or tuned layout for each call of a layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE_VERSION = 1
 
 
 class LayoutSelector:
-    """Common interface for fixed and tuned layouts.
+    """Common interface of fixed and tuned layouts of a layer.
 
     Args:
         config: settings of the layer.
@@ -38,12 +38,14 @@ class LayoutSelector:
         host: information about the host framework.
 
     Attributes:
-        prefill: divides evaluation calls according to their load. None if disabled.
-        available: layouts that can be selected.
-        fixed: the configured layout.
-        fixed_slots: whether rows are placed in slots, including empty slots, which need a capacity.
-        load_comm: ranks whose loads differ, and which must therefore agree on a capacity.
-        tuner: tuner of `parallel: auto` or `predicted`. None if the layout is fixed.
+        prefill: object that divides evaluation calls into pieces according to their load. None if
+            disabled.
+        available: layouts that the layer can use.
+        fixed: layout that the settings define.
+        fixed_slots: whether rows are placed in a fixed number of slots, some of which may be empty.
+            This requires a capacity.
+        load_comm: group of ranks that have different loads and must therefore agree on a capacity.
+        tuner: tuner for `parallel: auto` or `parallel: predicted`, or None if the layout is fixed.
         self_balanced: see `LayerStats`. The layer sets this attribute.
     """
 
@@ -66,13 +68,13 @@ class LayoutSelector:
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None,
                training: bool) -> tuple[LayerLayout, KeptRouting]:
-        """Return the layout of this call, the same on all ranks, and the agreed routing.
+        """Return the layout of this call, which is the same on all ranks, and the agreed routing.
 
         Args:
             kept: routing of the call.
-            choice: layout requested by the caller. Defaults to the tuned or configured layout.
-                Under `torch.compile` the default is the configured layout, because tuning reads
-                loads and times on the host.
+            choice: layout that the caller requests. By default, the tuned or configured layout is
+                used. Under `torch.compile`, the default is the configured layout, because tuning
+                reads loads and times on the host.
             training: whether the layer is in training mode.
         """
         if transformed():
@@ -98,22 +100,22 @@ class LayoutSelector:
     def start_sizes(self, routing: Routing, training: bool) -> Any:
         """Start exchanging row counts with the layout that the next call is likely to use.
 
-        See `Dispatcher.start_sizes`. A call that uses another layout exchanges the counts again.
-        The result is None if nothing was started.
+        See `Dispatcher.start_sizes`. A call that uses a different layout exchanges the counts
+        again. The result is None if no exchange was started.
         """
         if self.prefill is not None and not training:
             return None
         return self.available.at(self.current).dispatcher.start_sizes(routing)
 
     def move_row_limit(self) -> None:
-        """Move the row limit to the experts' device, after the experts were moved."""
+        """Move the row limit to the experts' device after the experts have been moved."""
         limit, anchor = self.available.limit, self.experts.anchor
         if limit is not None and anchor is not None:
             limit.to(anchor.device)
 
     @property
     def current(self) -> LayoutChoice:
-        """Layout of the latest call without a requested layout, or else of the next call."""
+        """Layout of the latest call for which no layout was requested, or else of the next call."""
         return self.available.fixed if self.tuner is None else self.tuner.current
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
@@ -121,9 +123,9 @@ class LayoutSelector:
         """Return the statistics of a call.
 
         Args:
-            layout, kept: layout and routing of the call.
-            rows: rows computed by this rank's experts, see `DispatchPlan`.
-            traffic: counters of the data that this rank sent. None if there is only one rank.
+            layout, kept: layout of the call, and routing of the call.
+            rows: number of rows that this rank's experts computed; see `DispatchPlan`.
+            traffic: counters of the data that this rank sent, or None if there is only one rank.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         load_KE = known_load(routing)[0]
@@ -159,7 +161,8 @@ class LayoutSelector:
 
     @contextmanager
     def with_fixed_layout(self) -> Iterator[None]:
-        """Use the fixed layout inside the block, and no replicas placed by earlier steps.
+        """Use the fixed layout inside the block, without replicas that were placed by earlier
+        steps.
 
         Results inside the block do not depend on earlier loads or measurements.
         """
@@ -172,7 +175,7 @@ class LayoutSelector:
             self.tuner = tuner
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the local experts, the state of a tuner, and replicas."""
+        """Return the position of the local experts and the states of the tuner and the replicas."""
         place, more = self.place, {}
         if self.available.replicas is not None:
             more["replicas"] = self.available.replicas.standing.state()
@@ -184,10 +187,10 @@ class LayoutSelector:
                 "ep_rank": place.comm.rank, **more}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load a state. The state of the tuner is optional.
+        """Load a state. The state does not need to contain the state of a tuner.
 
         Raises:
-            ValueError: If the experts of the checkpoint are not the experts of this rank.
+            ValueError: If the checkpoint contains different experts than this rank.
         """
         for key, mine in {"shards": None, **self.state()}.items():
             if key not in ("tuner", "replicas") and state.get(key) != mine:

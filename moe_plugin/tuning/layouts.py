@@ -1,7 +1,7 @@
-"""All layouts of one layer over its storage.
+"""All layouts that one layer can use with its stored parameters.
 
-Changing the layout moves no parameters and changes no results. With r = 0 all parameters are
-gathered and tokens stay on their rank. With r >= 1 each token is sent to r ranks. See
+A change of the layout neither moves parameters nor changes results. With r = 0, all parameters are
+gathered and tokens stay on their rank. With r >= 1, each token is sent to r ranks. See
 `records.Placement` and docs/adaptive.md.
 """
 
@@ -49,19 +49,19 @@ from moe_plugin.utils.machine import exporting
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """A layout that is ready for calls of a layer.
+    """A layout that is ready to be used in calls of a layer.
 
     Attributes:
-        choice: choice that defines the layout.
+        choice: `LayoutChoice` that defines the layout.
         dispatcher: dispatcher that moves rows.
         experts: experts of the layer.
-        strategy: strategy that computes rows. None means as the experts are configured.
-        gather: ranks whose parameters this rank gathers before computing. None if not needed.
+        strategy: strategy that computes rows. None means the configured strategy of the experts.
+        gather: group from which this rank gathers parameters, or None if it does not gather.
         gathered_shards: number of consecutive ranks of `gather` that store shards of one expert.
-        first_shard: first shard that this rank has after gathering.
-        stash: pages for tensors that backward needs. None means that autograd stores them.
-        label: label of the choice, see `LayoutChoice`.
-        pieces: number of pieces in which rows are sent and computed.
+        first_shard: index of the first shard that this rank has after gathering.
+        stash: pages for tensors that the backward pass needs. None means that autograd stores them.
+        label: label of the choice; see `LayoutChoice`.
+        pieces: number of pieces into which rows are split for sending and computing.
         plain: whether the configured experts compute all arriving rows with stored parameters.
     """
 
@@ -85,13 +85,13 @@ class LayerLayout:
 
     @property
     def compiles(self) -> bool:
-        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
+        """True if `torch.compile` may trace plan, dispatch, experts and combine.
 
-        If `plan` reads row counts on the host, or experts are fetched, every new load would be
-        compiled again. `torch.export` produces one program for any load.
+        If `plan` reads row counts on the host, or if experts are fetched, every new load would
+        cause a recompilation. `torch.export` produces one program for any load.
 
         Raises:
-            ValueError: If experts that are fetched are exported with `torch.export`.
+            ValueError: If `torch.export` is used with experts that are fetched from storage.
         """
         if exporting():
             self._check_export()
@@ -111,7 +111,7 @@ class LayerLayout:
                              "traces no exchange of pairs. Export with dispatch.send='rows'")
 
     def timed(self, timer: CallTimer) -> LayerLayout:
-        """Return this layout for a call that `timer` measures."""
+        """Return a copy of this layout for a call whose time `timer` measures."""
         return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
@@ -120,8 +120,8 @@ class LayerLayout:
 
         Args:
             experts: experts of the layer, or a module that replaces them.
-            anchored: whether gradients need an anchor. No anchor is needed if the tokens of all
-                ranks, or of no rank, have gradients.
+            anchored: whether gradients need an anchor. This is not the case if the tokens of all
+                ranks, or of no rank, require gradients.
         """
         anchor = None
         if experts is not self.experts:
@@ -138,10 +138,10 @@ class LayerLayout:
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """Return a trained parameter, preferably one of the adapter in the experts' place.
+        """Return a trained parameter, preferably one of the adapter that replaces the experts.
 
         Raises:
-            ValueError: If the adapter does not reach all ranks that compute the experts.
+            ValueError: If the adapter is not applied on all ranks that compute the experts.
         """
         if self.experts.stored or self.choice.spill != "never":
             obstacle = ("experts outside the device" if self.experts.stored else
@@ -172,24 +172,24 @@ class LayerLayout:
         return dataclasses.replace(parameters, **more)
 
     def _local(self, experts: nn.Module) -> dict[str, Tensor]:
-        """Return the experts' parameters. An adapter modifies the parameters in its call."""
+        """Return the experts' parameters, which an adapter modifies in its forward call."""
         return self.experts.local_parameters() if experts is self.experts else experts(None)
 
 
 def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
                    work: ExpertRows) -> ExpertRows:
-    """Return the same rows with parameters. Borrowed experts already have parameters."""
+    """Add parameters to rows, unless they have parameters because their experts are borrowed."""
     weights = parameters if work.parameters is None else work.parameters
     return ExpertRows(work.x, work.rows, weights, strategy, work.started)
 
 
 def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
                     alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-    """Run plan, dispatch, experts and combine, outside of compiled graphs if the layout needs it.
+    """Run plan, dispatch, experts and combine, outside of compiled graphs if necessary.
 
     Args:
         experts: experts of the layer, or a module that replaces them.
-        alongside: work to do while rows are being sent.
+        alongside: function that is called while rows are being sent.
     Returns: results of the tokens [T, D], and the number of rows that this rank computed.
     """
     if torch.compiler.is_compiling() and not layout.compiles:
@@ -208,7 +208,7 @@ def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept:
 
 
 class Layouts:
-    """The layouts of one layer. Each layout is created when it is first requested.
+    """The layouts that one layer can use. Each layout is created when it is first requested.
 
     All ranks must request the same layouts, because creating a layout may be collective.
 
@@ -219,9 +219,9 @@ class Layouts:
 
     Attributes:
         limit: row limit of a dispatcher that bounds rows, otherwise None.
-        stash: pages for tensors that backward needs, see `LayerLayout`.
+        stash: pages for tensors that the backward pass needs; see `LayerLayout`.
         spills: whether ranks other than the owner may compute rows of an expert.
-        replicas: replicas of `parallel.spill: standing`, otherwise None.
+        replicas: replicas of experts if `parallel.spill` is `standing`, otherwise None.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
@@ -246,13 +246,13 @@ class Layouts:
         self.at(self.fixed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which must request pages as well."""
+        """Restore the state of a copy. The copy must request pages, too."""
         vars(self).update(state)
         if self.stash is not None:
             self.stash.ask(self, self.config.dispatch)
 
     def from_config(self) -> LayoutChoice:
-        """Return the choice that the settings define."""
+        """Return the layout choice that the settings define."""
         parallel, place = self.config.parallel, self.place
         r = parallel.r
         if r is None:
@@ -273,9 +273,9 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return how often a token's row may be sent. The configured value comes first.
+        """Return the possible values of `LayoutChoice.send`. The configured value comes first.
 
-        With bounded rows there is a single value, since all slots are sent whether used or not."""
+        With bounded rows, there is a single value, because used and unused slots are sent."""
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
             return [named]
@@ -288,7 +288,7 @@ class Layouts:
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
-        """Return the axes along which rows that are sent in this way can be divided."""
+        """Return the axes along which rows can be divided with the given value of `send`."""
         axes = self.traits.piece_axes
         return axes if send == "rows" else tuple(
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
@@ -318,7 +318,7 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout without an all-to-all, which gathers experts from other ranks if any."""
+        """Return a layout without an all-to-all. If there are several ranks, it gathers experts."""
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -326,7 +326,7 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout that exchanges rows, and that borrows experts if rows spill."""
+        """Return a layout that exchanges rows and that borrows experts if rows spill."""
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -342,7 +342,7 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the dispatcher class. Sending per node needs several nodes with several ranks."""
+        """Return the dispatcher class. `nodes` requires several nodes with several ranks each."""
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
@@ -423,7 +423,7 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of a call, or of earlier steps (`standing`)."""
+        """Return a planner that uses the loads of the call or, for `standing`, of earlier steps."""
         comm, probe = self.place.comm, self.experts.anchor
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),
