@@ -20,12 +20,12 @@ class LayoutChoice:
     """The layout with which one MoE layer runs one step.
 
     Attributes:
-        r: routing degree. With r = 0 every rank gathers the parameters of all experts and computes
-            its own tokens without an all-to-all (data parallelism in Tutel). With r >= 1 every
-            token is sent to r ranks, each of which computes 1/r of the expert's inner width after
-            gathering the missing parameters: r = 1 is expert parallelism plus data parallelism, and
-            r > 1 is expert parallelism plus model parallelism. If there are at least as many
-            experts as ranks, r can only be 0 or 1.
+        r: routing degree. With r = 0, every rank gathers the parameters of all experts and computes
+            its own tokens without an all-to-all, which Tutel calls data parallelism. With r >= 1
+            every token is sent to r ranks, each of which computes 1/r of the expert's inner width
+            after gathering the missing parameters: r = 1 is expert parallelism plus data
+            parallelism, and r > 1 is expert parallelism plus model parallelism. If there are at
+            least as many experts as ranks, r can only be 0 or 1.
         d: overlap degree in the forward pass, which is the number of pieces into which the rows are
             split for sending and computing. With d = 1, nothing overlaps.
         d_backward: overlap degree in the backward pass. 0 means the same degree as in the forward
@@ -150,13 +150,13 @@ def divisors(n: int) -> list[int]:
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
     """Return all possible values of r, which are 0 and every divisor of S.
 
-    On a single rank the only value is 1.
+    On a single rank, the only possible value is 1.
 
     Args:
         experts: number of experts in the layer.
         ranks: number of expert-parallel ranks.
-        shards: S, the number of ranks that share an expert. The default is `ranks / experts`, but
-            at least 1.
+        shards: number S of ranks that share an expert. The default is `ranks / experts`, but at
+            least 1.
 
     Raises:
         ValueError: If neither of `experts` and `ranks` divides the other.

@@ -221,7 +221,8 @@ class UnequalCluster(Cluster):
     """A cluster whose nodes have different numbers of ranks.
 
     Attributes:
-        of_nodes: number of ranks of each node. `ranks_per_node` is the largest of these numbers.
+        of_nodes: number of ranks of each node. The attribute `ranks_per_node` is the largest of
+            these numbers.
     """
 
     of_nodes: tuple[int, ...]

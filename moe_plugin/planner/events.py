@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Time at which the last task ends, in seconds."""
+        """Time in seconds at which the last task ends."""
         return max((s.end for s in self.spans), default=0.0)
 
     def busy(self, resource: str) -> float:
@@ -198,12 +198,12 @@ class ParmShape:
     """Shape of an MoE layer, with the quantities that the Parm paper defines.
 
     Attributes:
-        tokens: BL, the number of tokens of a rank.
-        model_dim: M, the model dimension.
+        tokens: number of tokens of a rank, called BL in the paper.
+        model_dim: model dimension, called M in the paper.
         rows_factor: number of rows per token, which is the product of k and f in the paper.
-        element_bytes: bytes per element. Defaults to 4.
-        replicas: N_MP, the number of ranks with the same tokens.
-        shards: N_ESP, the number of ranks that share an expert.
+        element_bytes: number of bytes per element of the tokens. Defaults to 4.
+        replicas: number of ranks with the same tokens, called N_MP in the paper.
+        shards: number of ranks that share an expert, called N_ESP in the paper.
     """
 
     tokens: int
@@ -231,7 +231,7 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
     Args:
         shape: shape of the layer.
         cluster: the cluster on which the layer runs.
-        schedule: one of `SCHEDULES`.
+        schedule: name of the schedule, which is one of `SCHEDULES`.
         overlap: whether the all-gather of schedule `s2` runs at the same time as the all-to-all.
         pieces: number of pieces into which the overlapped exchanges are split. Defaults to 1.
     """

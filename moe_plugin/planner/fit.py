@@ -150,11 +150,11 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     Hanson (1974).
 
     Args:
-        a: float64, shape [rows, columns].
-        b: float64, shape [rows].
+        a: float64 matrix of shape [rows, columns].
+        b: float64 vector of shape [rows].
 
     Returns:
-        x: float64, shape [columns].
+        x: float64 vector of shape [columns].
     """
     scale = np.linalg.norm(a, axis=0)
     a = a / np.where(scale > 0, scale, 1)  # the columns differ by ten orders of magnitude

@@ -45,12 +45,12 @@ class LayerShape:
         gated: whether an expert has three weight matrices instead of two.
         latent_dim: width to which tokens are projected before they are sent to the experts. 0 means
             that there is no projection.
-        element_bytes: bytes per element of activations and parameters.
+        element_bytes: number of bytes per element of activations and parameters.
         skew: number of rows of the fullest rank divided by the mean, at least 1.
         shards: number of ranks that share an expert. None means `ranks / experts`, but at least 1.
         guests: maximum number of experts that a rank may borrow at a time.
         limits: limits of the router on the experts that a token may select.
-        visits: measured destinations of tokens. None means that the destinations are unknown.
+        visits: destinations of tokens that were measured in a run. None means unknown.
     """
 
     tokens: int
@@ -128,17 +128,17 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a layer in a layout.
+    """Sizes that a layer has in a given layout.
 
     Attributes:
-        gather: the group of ranks that gathers parameters.
+        gather: group of ranks that gather parameters from each other.
         piece: number of bytes that each rank of `gather` contributes.
         out: number of bytes that a rank sends to the experts.
         rows_here, experts_here, inner: number of rows, number of experts and inner width on a rank.
         tokens: size of a rank's tokens in bytes if all ranks gather them, otherwise 0.
         travel: number of bytes that the busiest rank sends or receives, divided by `out`.
         lend: number of bytes of lent weights that the busiest rank sends or receives.
-        guests: largest number of experts that a rank borrows.
+        guests: maximum number of experts that a rank borrows.
         once: rows per token if tokens are sent once per rank or per node, otherwise None.
         gather_s, reduce_s: time in seconds to gather parameters, and to reduce their gradients.
     """
@@ -389,8 +389,8 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
     """
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
-            f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks. Use 0 or "
-            f"a divisor of {shape.cut(cluster.ranks)}")
+            f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "
+            f"Use 0 or a divisor of {shape.cut(cluster.ranks)}")
     sizes = _of_all(_sizes(shape, cluster, device, choice), cluster, collectives)
     forward = simulate(_forward_tasks(shape, cluster, device, choice, sizes))
     backward = simulate(_backward_tasks(shape, cluster, device, choice, sizes))

@@ -19,10 +19,10 @@ from moe_plugin.utils.messages import short
 # Measurements of real ranks are written to files, which later plans reuse.
 @dataclass(frozen=True, kw_only=True)
 class MeasuredNetwork:
-    """Network constants measured between real ranks.
+    """Constants of a network that were measured between real ranks.
 
     Attributes:
-        about: properties that other ranks must share to reuse this measurement.
+        about: properties that must be the same on different ranks if they reuse this measurement.
         cluster: cluster whose constants are fitted to measured all-to-alls, with the number of
             ranks that took part in the measurement.
     """
@@ -36,7 +36,7 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties that other ranks must share to reuse this measurement.
+        about: properties that must be the same on different ranks if they reuse this measurement.
         device: device whose constants are fitted to measured matmuls.
     """
 
@@ -89,7 +89,7 @@ class ModelShape:
             token. With `groups=1`, routing is not limited.
         capacity_factor: capacity factor of the experts. None means that no token is dropped.
         skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
-        element_bytes: bytes per element of weights and activations.
+        element_bytes: number of bytes per element of weights and activations.
         state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself.
             An fp32 gradient has 4 bytes, a master weight 4, and the Adam moments 8. Values up to 4
             mean that there is a gradient but no optimizer state.
@@ -135,7 +135,7 @@ class ModelShape:
                              "Set skew to at most the number of experts in the model file")
         least = -(-self.top_k * self.groups // self.experts)  # fewest groups with top_k experts
         if self.groups > 1 and not least <= self.group_top_k <= self.groups:
-            raise ValueError(f"model group_top_k={self.group_top_k} does not fit top_k="
+            raise ValueError(f"model group_top_k={self.group_top_k} is not possible with top_k="
                              f"{self.top_k} and groups={self.groups}; it must be from {least} to "
                              f"{self.groups}. Correct the model file")
 

@@ -1,4 +1,4 @@
-"""Exact branch-and-bound search for the fastest plans.
+"""Exact branch-and-bound search for the fastest parallelization plans.
 
 The search varies TP, EP, ETP, DP, PP and the micro-batch, and the layout's values of r, d,
 algorithm and send.

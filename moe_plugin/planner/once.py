@@ -134,7 +134,7 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
     Args:
         choices: number of choices of the token, which are distributed evenly over the targets.
         targets: number of possible targets (ranks or nodes).
-        each: number of targets to which each choice is sent. Defaults to 1.
+        each: number of targets to which the row of each choice is sent. Defaults to 1.
     """
     return targets * (1 - (1 - min(1.0, each / targets)) ** choices)
 
@@ -190,10 +190,10 @@ def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = L
     """Return the numbers of rows and pairs of a token with `top_k` choices.
 
     Args:
-        cluster: the cluster whose ranks and nodes are the targets.
+        cluster: cluster whose ranks or nodes are the targets.
         top_k: number of choices per token.
         r: number of consecutive ranks to which each choice is sent.
-        limits: router limits. Defaults to no limits.
+        limits: router limits. By default, there are no limits.
         visits: destinations of tokens that were measured in a run. By default, even routing is
             assumed.
     """
@@ -229,10 +229,10 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
     Args:
         cluster: the cluster.
-        send: one of `choice.SENDS`.
+        send: how often a row is sent, which is one of `choice.SENDS`.
         top_k: number of choices per token.
         row_bytes: size of a row in bytes.
-        limits: router limits. Defaults to no limits.
+        limits: router limits. By default, there are no limits.
     """
     rows = rows_of_token(cluster, top_k, limits=limits)
     away, apart = cluster.between, 1 - 1 / cluster.ranks

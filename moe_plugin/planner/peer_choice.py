@@ -1,4 +1,4 @@
-"""SWARM's policies for uneven, unreliable peers (Ryabinin et al. 2023).
+"""SWARM's policies for unequal and unreliable peers (Ryabinin et al., 2023).
 
 - `Wiring` selects the peer for the next task by interleaved weighted round-robin scheduling with
   average throughputs as weights. If a peer fails, its task is sent again, and a peer that answers
@@ -75,7 +75,7 @@ class Wiring:
         return frozenset(self._throughput)
 
     def announce(self, peer: Hashable, throughput: float) -> None:
-        """Add a peer, or add it again, with its expected throughput.
+        """Add a new or banned peer with the given expected throughput.
 
         The peer starts with the load of the least busy peer. Otherwise, a new peer would receive
         all tasks for some time.
@@ -102,7 +102,7 @@ class Wiring:
             but: peers that are excluded because they did not answer this task in time.
 
         Raises:
-            LookupError: If no peer is left. Announce another peer or wait.
+            LookupError: If no peer is left. Announce an additional peer, or wait.
         """
         passed = []
         while self._heap and self._heap[0].peer in but:
@@ -119,7 +119,8 @@ class Wiring:
         return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
-        """Record a finished task. Tasks of peers that were banned in the meantime are ignored."""
+        """Record a finished task. If the peer has been banned in the meantime, the task is
+        ignored."""
         if peer in self._throughput:
             self._throughput[peer].add(size, seconds)
 

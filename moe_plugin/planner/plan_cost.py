@@ -31,7 +31,7 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """Cost of a plan.
+    """Predicted cost of a plan.
 
     Attributes:
         plan: the plan.
@@ -39,7 +39,7 @@ class PlanCost:
         memory: for each part of the memory, its size in bytes on the fullest rank.
         layer: predicted cost of one MoE layer.
         activations: decision for each layer of the model to keep or recompute its activations.
-            Empty if all layers keep their activations.
+            The tuple is empty if all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -282,7 +282,7 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     Args:
         model: shape of the model.
         cost: predicted cost of the plan.
-        experts: whether each layer of the stage has experts.
+        experts: for each layer of the stage, True if the layer has experts.
     """
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)

@@ -124,7 +124,7 @@ class PrefillChoice:
     """A choice of the number of pieces and of the kernel, with the predicted time.
 
     Attributes:
-        pieces: number of pieces.
+        pieces: number of pieces into which the rows are divided.
         cut: axis from `CUTS` along which rows are divided into pieces.
         kernel: name of the kernel that computes the experts.
         seconds: time in seconds of dispatch, experts and combine together.
@@ -170,7 +170,7 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 
     Args:
         load: work of the rank.
-        pieces: number of pieces.
+        pieces: number of pieces into which the rows are divided.
         compute_s: time in seconds to compute a piece, including the CPU time of the host.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces

@@ -24,7 +24,7 @@ Loads = Sequence[float]
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Mapping from physical to logical experts and back.
+    """Mapping between physical and logical experts.
 
     Attributes:
         logical: index of the logical expert in each physical slot. The slots of a rank are
@@ -76,9 +76,9 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
     Args:
         loads: load of each expert.
-        slots: total number of replicas.
+        slots: total number of replicas of all experts.
         most: maximum number of replicas of an expert. If it is given, slots may remain unused.
-            Defaults to no limit.
+            By default, there is no limit.
     """
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
@@ -124,7 +124,7 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
     """Return a placement of `slots` physical experts on `ranks` ranks.
 
     Args:
-        loads: load of each logical expert, in any unit, >= 0.
+        loads: load >= 0 of each logical expert in any unit.
         slots: number of physical experts, which must be a multiple of `ranks` and at least the
             number of logical experts.
         ranks: number of ranks.
@@ -146,7 +146,7 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
             ("groups", groups, f"a divisor of {experts} experts",
              groups > 0 and experts % groups == 0)):
         if not ok:
-            raise ValueError(f"{name}={value} does not fit; it must be {bound}")
+            raise ValueError(f"{name}={value} is not possible; it must be {bound}")
     if groups % nodes:
         nodes = groups = 1
     run = experts // groups
@@ -168,7 +168,7 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
     and do not have the expert. Unused slots repeat the rank's first expert.
 
     Args:
-        loads: load of each logical expert, in any unit, >= 0.
+        loads: load >= 0 of each logical expert in any unit.
         ranks: number of ranks.
         guests: number of slots for replicas per rank.
         speeds: speed of each rank, by which the load of the rank is divided. By default, all speeds

@@ -4,7 +4,7 @@ A layout defines which box (rectangular part) of a tensor each device stores. Th
 boxes of both layouts divide the tensor into unique slices. A device stores a slice either entirely
 or not at all. Each slice is multicast from any device that stores it in the old layout to all
 devices that store it only in the new layout. Devices may be part of both layouts, for example if
-the number of expert-parallel ranks changes. Data that a device already has is not sent to it.
+the number of expert-parallel ranks changes. Data is not sent to devices that already have it.
 
 A slice is sent to a node once (section 3). If g devices of a node need a slice, each of them
 receives one of g parts, and they exchange the parts inside the node. Further nodes receive their
@@ -126,7 +126,7 @@ class Slice:
 def unique_slices(source: TensorLayout, target: TensorLayout) -> list[Slice]:
     """Return all slices that any device needs in the new layout, in the order of their boxes.
 
-    Raises: ValueError: if the shapes differ, or if no device stores a needed slice.
+    Raises: ValueError: If the shapes differ, or if no device stores a needed slice.
     """
     if source.shape != target.shape:
         raise ValueError(f"layouts of shapes {source.shape} and {target.shape} do not describe the "
@@ -174,11 +174,11 @@ class Hop:
     """A transfer of a part of a slice from one device to another.
 
     Attributes:
-        slice: index of the slice.
+        slice: index of the slice to which the part belongs.
         part: range (start, stop) of the slice's elements in row-major order.
         depth: 0 if the sender stores the slice, otherwise 1 more than that of the hop to the
             sender.
-        chunk: index of the chunk of the part. Hops of earlier chunks arrive first.
+        chunk: index of the chunk of the part. Transfers of earlier chunks arrive first.
     """
 
     sender: int
@@ -224,8 +224,8 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
     """Return the simulated time of hops in units of one element over one link.
 
-    A node sends one hop at a time and receives one hop at a time. Hops inside a node take no
-    time."""
+    A node sends one hop at a time and receives one hop at a time. Transfers inside a node are
+    assumed to take no time."""
     tasks: list[Task] = []
     last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):
@@ -352,7 +352,8 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
-    """Return the hops of a slice. home: node that sends to nodes without a sender (None: any)."""
+    """Return the transfers (hops) of a slice. home: node that sends to nodes without a sender
+    (None: any)."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)

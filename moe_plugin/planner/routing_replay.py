@@ -54,7 +54,7 @@ class CallTime:
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """Times of all calls under one policy. There is at least one call."""
+    """Times of all calls under one policy. The list contains at least one call."""
 
     policy: str
     calls: Sequence[CallTime]
@@ -91,7 +91,7 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
     """Return the number of rows by rank and expert for every call in the traces of all ranks.
 
     Args:
-        traces: traces of each rank, see `observe.traces.read_trace`.
+        traces: routing traces of each rank; see `observe.traces.read_trace`.
         experts: number of experts.
         ranks: number of ranks that share the experts. The default is the number of ranks in the
             trace. For a different number, ranks of the trace are merged, or each rank is split by
@@ -116,9 +116,9 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
     """
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(
-            f"ranks={ranks} does not fit a trace of {len(traces)} ranks with {experts} experts: "
-            "it must be a multiple or a divisor of the ranks of the trace, and divide the number "
-            "of experts. Set --nodes and --ranks-per-node, or change --emulate")
+            f"ranks={ranks} is not possible for a trace of {len(traces)} ranks with {experts} "
+            "experts: it must be a multiple or a divisor of the trace's number of ranks, and divide "
+            "the number of experts. Set --nodes and --ranks-per-node, or change --emulate")
     if not all(list(trace) == list(traces[0]) for trace in traces):
         raise ValueError("the ranks have traces of different layers. Use a folder whose ranks "
                          "share the same experts")
@@ -153,12 +153,12 @@ def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]
 
 
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
-    """Return the times of all policies, `never` first. Calls without rows are omitted.
+    """Return the times of all policies, with `never` first. Calls without rows are omitted.
 
     Args:
         calls: number of rows by rank and expert for every call; see `calls_of`.
         costs: modelled costs of rows and loans.
-        guests: number of experts that a rank may borrow.
+        guests: maximum number of experts that a rank may borrow.
         replan: number of steps between placements of the policy `standing`.
     """
     return [PolicyTimes(policy, [
@@ -205,11 +205,11 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
     """Return the times of all policies for the traces of all ranks; see `simulate`.
 
     Args:
-        traces: traces of each rank, see `observe.traces.read_trace`.
+        traces: routing traces of each rank; see `observe.traces.read_trace`.
         model: shape of the model that was traced.
         cluster: the cluster for which policies are compared.
         device: processor of each rank.
-        guests: number of experts that a rank may borrow.
+        guests: maximum number of experts that a rank may borrow.
         replan: number of steps between placements of the policy `standing`.
         ranks: number of ranks that share the experts. The default is the number of ranks in the
             trace, on one node.

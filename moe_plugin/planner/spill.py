@@ -1,10 +1,10 @@
 """Least-loaded expert parallelism (LLEP, arXiv 2601.17111).
 
-Rows beyond a rank's share are computed by the least loaded ranks, to which the owner of an expert
-lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows a hot expert
-and computes its own rows of this expert. LLEP and shadowing both produce a table that lists, for
-every lent expert, how many rows each rank computes. Any table leads to the same outputs and
-gradients. A borrower's own rows are not sent.
+Rows that exceed a rank's share are computed by the least loaded ranks, to which the owner of an
+expert lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows a hot
+expert and computes its own rows of this expert. Both LLEP and shadowing produce a table that lists,
+for every lent expert, the number of rows that each rank computes. Any table leads to the same
+outputs and gradients. A borrower's own rows are not sent.
 
 An owner sends each of h borrowers one of h equal parts of the weights, and the borrowers exchange
 the parts. Therefore, for any h, the owner sends an expert's weights only once and receives their
@@ -32,7 +32,7 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
     With the quota `sum / (total + 1)`, each share first receives the integer part of `share /
     quota`. Each remaining unit is given to the entry with the largest `share / (number + 1)`, where
     `number` is what the entry has received so far. Among equal entries, the first one is chosen.
-    The computation is exact: floats are converted to the fractions that they represent.
+    The computation is exact, because floats are converted to the fractions that they represent.
 
     Raises:
         ValueError: If a share or the total is negative, or if no share is positive.
@@ -54,8 +54,8 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Loan:
-    """An expert that its owner lends for one call. helpers: ranks that borrow the expert, in
-    ascending order."""
+    """An expert that the owner lends to other ranks for one call. helpers: ranks that borrow the
+    expert, in ascending order."""
 
     expert: int
     owner: int
@@ -67,7 +67,7 @@ class SpillPlan:
     """Assignment of rows to the ranks that compute them.
 
     Attributes:
-        counts_WV: rows by source rank and expert.
+        counts_WV: number of rows by source rank and expert.
         amounts: for each lent expert, the number of rows that each rank computes.
         loans: loans in ascending order of the expert's index.
     """
@@ -87,12 +87,12 @@ class SpillPlan:
 
     @property
     def ranks(self) -> int:
-        """W, the number of ranks."""
+        """Number of ranks, called W."""
         return len(self.counts_WV)
 
     @property
     def local(self) -> int:
-        """L, the number of experts on each rank."""
+        """Number of experts on each rank, called L."""
         return len(self.counts_WV[0]) // self.ranks
 
     def owner(self, expert: int) -> int:
@@ -105,7 +105,7 @@ class SpillPlan:
 
     @property
     def most_guests(self) -> int:
-        """Largest number of experts that a rank borrows."""
+        """Maximum number of experts that any rank borrows."""
         return max(len(self.guests(rank)) for rank in range(self.ranks))
 
     def spread(self) -> Spread:
@@ -119,8 +119,8 @@ class SpillPlan:
     def flows(self, expert: int) -> list[list[int]]:
         """Return the number of rows [W][W] of a lent expert by source rank and computing rank.
 
-        As many rows as possible remain on their source rank. All other rows are distributed in the
-        order of the ranks.
+        As many rows as possible remain on their source rank. The remaining rows are distributed in
+        the order of the ranks.
         """
         rows = [row[expert] for row in self.counts_WV]
         wanted = list(self.amounts[expert])
@@ -143,7 +143,7 @@ class SpillPlan:
 
 @dataclass(frozen=True)
 class Spread:
-    """Load of the busiest rank.
+    """Load of the busiest rank under a plan.
 
     Attributes:
         rows: number of rows that the rank computes, divided by the rank's speed if speeds differ.
@@ -184,7 +184,7 @@ class _Draft:
             self.shares = round_shares(speeds, total)
 
     def loads(self) -> Sequence[float]:
-        """Return the time of each rank's rows, in units of one row on a rank of speed 1."""
+        """Return the time of each rank's rows in units of one row on a rank of speed 1."""
         if self.speeds is None:
             return self.rows
         return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
@@ -329,15 +329,15 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
     """Return the fastest plan of a policy, or None if no plan saves the fraction `LEAST_GAIN` of
     the time.
 
-    The busiest rank never computes longer than without a plan, and no rank borrows more than
-    `guests` experts.
+    With the plan, the busiest rank never computes longer than without it, and no rank borrows more
+    than `guests` experts.
 
     Args:
         counts_WV: number of rows by source rank and expert. Rank i owns the experts from `i L` to
             `(i + 1) L - 1`.
         costs: modelled costs of rows and loans in seconds.
-        policy: one of `POLICIES`.
-        guests: number of experts that a rank may borrow at a time.
+        policy: name of the policy, which is one of `POLICIES`.
+        guests: maximum number of experts that a rank may borrow at a time.
         speeds: speed of each rank relative to the device of `costs`. By default, all speeds are 1.
     """
     if policy == "never" or len(counts_WV) == 1:

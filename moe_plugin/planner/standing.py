@@ -2,7 +2,7 @@
 rows that each replica computes.
 
 Every n steps, the loads of the previous n steps determine which ranks have replicas of which
-experts. The best of three placements is used: EPLB with experts that stay on their rank
+experts. The best of three placements is used. These are EPLB with experts that stay on their rank
 (`replicas.host_replicas`), EPLB with experts that may move to any rank (`replicas.host_placed`),
 and the loans of `least_loaded` (`spill.plan_spill`). SWARM's interleaved weighted round-robin
 scheduling (`peer_choice.Wiring`) determines, from the throughputs of the ranks, the fraction of an
@@ -37,8 +37,8 @@ Shares = Mapping[int, Mapping[int, float]]  # share of rows by replicated expert
 def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> Shares:
     """Return, for each replicated expert, the fraction of its rows that each rank computes.
 
-    An expert's load is split into tasks. Each task is assigned to the rank that is predicted to be
-    free first among the ranks with this expert. Experts on a single rank are assigned first.
+    The load of each expert is split into tasks. Each task is assigned to the rank that is predicted
+    to be free first among the ranks with this expert. Experts on a single rank are assigned first.
     Replicated experts follow in the order of decreasing load, so small loads fill the remaining
     gaps. Replicas with the smallest loads are omitted as long as this makes the busiest rank slower
     by at most the fraction `SLACK`, because sending the weights would not pay off.
@@ -87,7 +87,7 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Return the time of the busiest rank, in units of one row on a rank of speed 1."""
+    """Return the time of the busiest rank in units of one row on a rank of speed 1."""
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -109,12 +109,12 @@ def evenest(maps: Sequence[ReplicaMap], loads: Loads,
 
 
 class StandingReplicas:
-    """Replicas of one layer's experts. All ranks compute the same replicas.
+    """Replicas of the experts of one layer. All ranks compute the same replicas.
 
     Args:
-        ranks: W, the number of ranks.
+        ranks: Number of ranks, called W.
         costs: modelled costs of a call; see `spill.SpillCosts`.
-        guests: number of experts that a rank may borrow.
+        guests: maximum number of experts that a rank may borrow.
         every: number of steps between placements.
 
     Attributes:
@@ -155,7 +155,7 @@ class StandingReplicas:
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Place replicas according to the mean load since the last placement, if that saves time.
+        """Place replicas according to the mean load since the last placement if this saves time.
 
         Args:
             speeds: speed of each rank in any unit. By default, all speeds are equal.
@@ -187,13 +187,13 @@ class StandingReplicas:
             self.shares = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values, for a checkpoint."""
+        """Return the state as plain values for a checkpoint."""
         return {"ranks": self.ranks, "steps": self._steps, "calls": self._calls,
                 "loads": self._loads, "slots": None if self.placed is None else self.placed.logical,
                 "shares": {e: dict(given) for e, given in self.shares.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with the state of an earlier run.
+        """Load the state that an earlier run has saved.
 
         A state with a different number of ranks is ignored, and placement starts again.
         """

@@ -107,7 +107,7 @@ class Decision(NamedTuple, Generic[Choice]):
     """Result of a contest between candidates.
 
     Attributes:
-        choice: candidate to use.
+        choice: candidate that should be used.
         sure: whether it is known for every candidate if it saves enough time. If False, the choice
             is the current candidate, or the best candidate that certainly saves enough.
         open: candidates that could be distinguished by more rounds.

@@ -22,7 +22,8 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
     Args:
         kind: a dataclass. OmegaConf converts the values to the types of the dataclass's fields.
-        values: field values by name. Nested dataclasses are nested mappings.
+        values: mapping from field names to values. The values of a nested dataclass form a nested
+            mapping.
         where: name of the values in error messages.
 
     Raises:
@@ -67,7 +68,7 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
         kind: the dataclass.
         path: path of the YAML file.
         what: name of the file type in error messages, such as "cluster file".
-        remedy: advice in error messages.
+        remedy: remedy that is shown in error messages.
 
     Raises:
         ValueError: If the file cannot be read, or if its values are not valid for the dataclass.

@@ -2,12 +2,12 @@
 
 The source is ByzShield (Konstantinidis and Ramamoorthy, 2021).
 
-A batch is split into f files. Each file is computed by r workers, where r is odd, and each of the K
-workers computes l files, so K l = f r. For each file, the answer given by the majority of its
-workers is used. A file is distorted if at least (r + 1) / 2 of its workers are among the q faulty
-workers. The largest number of files that any q workers can distort is called c(q), and c(q) / f is
-the distorted fraction. The assignments differ in the number of files that two workers have in
-common.
+A batch is split into f parts, which are called files. Each file is computed by r workers, where r
+is odd, and each of the K workers computes l files, so K l = f r. For each file, the answer given by
+the majority of its workers is used. A file is distorted if at least (r + 1) / 2 of its workers are
+among the q faulty workers. The largest number of files that any q workers can distort is called
+c(q), and c(q) / f is the distorted fraction. The assignments differ in the number of files that two
+workers have in common.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Assignment:
 
     @property
     def workers(self) -> int:
-        """K, the number of workers."""
+        """Number of workers, called K."""
         return len(self.files)
 
     @property
@@ -46,7 +46,7 @@ class Assignment:
 
     @property
     def copies(self) -> int:
-        """r, the number of workers per file."""
+        """Number of workers that compute each file, called r."""
         return sum(map(len, self.files)) // self.count
 
     @property
@@ -78,8 +78,8 @@ def mols(load: int, copies: int) -> Assignment:
     s mod l. Two workers of different squares have exactly one file in common.
 
     Args:
-        load: l, a prime number.
-        copies: r, an odd number of at most l - 1.
+        load: number l of files per worker, which must be prime.
+        copies: number r of workers per file, which must be odd and at most l - 1.
 
     Raises:
         ValueError: If `load` or `copies` is not allowed.
@@ -101,7 +101,7 @@ def ramanujan(prime: int, columns: int) -> Assignment:
     case 2, s divides m, and there are K = s^2 workers and f = m s files with l = m and r = s.
 
     Args:
-        prime: s, a prime number.
+        prime: size s of the cycle, which must be a prime number.
         columns: m, either an odd number less than s, or a multiple of s if s is odd.
 
     Raises:
@@ -150,11 +150,12 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
     Args:
         name: name of the assignment, which is cyclic, mols (with load K / r), ramanujan (case 1 if
             s = K / r > r, case 2 if K = r^2) or repetition.
-        workers: K, the number of workers.
+        workers: Number of workers, called K.
         copies: r, the number of workers per file, which must be odd.
 
     Raises:
-        ValueError: If the assignment does not exist. The message states the condition.
+        ValueError: If the assignment does not exist. The message states the condition that is not
+            met.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)

@@ -36,8 +36,8 @@ class BorrowedExperts:
 
     Args:
         experts: experts of the layer.
-        place: where the experts are stored.
-        spill: plan that assigns rows to ranks.
+        place: placement, which defines the ranks that store the experts.
+        spill: plan that assigns the rows of experts to ranks.
 
     Attributes:
         stored: number L of experts that this rank stores.
@@ -158,8 +158,8 @@ class _WeightTransfer:
 
     Args:
         local: parameters of the stored experts.
-        place: where the experts are stored.
-        spill: plan that assigns rows to ranks.
+        place: placement, which defines the ranks that store the experts.
+        spill: plan that assigns the rows of experts to ranks.
         anchor: tensor that adds the exchanges to the autograd graph; see `comm.functional`.
     """
 

@@ -44,7 +44,8 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
             cluster file.
 
     Raises:
-        ValueError: If the network file cannot be read or does not fit the group.
+        ValueError: If the network file cannot be read, or if the network has the wrong number of
+            ranks.
     """
     kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:

@@ -51,7 +51,7 @@ class ComputeChoice:
 
 
 class MeasuredChoices:
-    """Choices by key, stored in memory and in files.
+    """Choices of expert compute by key, stored in memory and in files.
 
     Args:
         folder: folder in which the files are stored. The default is the user's cache. If the folder
@@ -74,7 +74,7 @@ class MeasuredChoices:
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,
                start: Callable[[int], Runs] | None) -> ComputeChoice:
-        """Return the choice among `names` for the key `text`.
+        """Return which of the candidates in `names` is used for the key `text`.
 
         The first name is returned as long as no choice is known. In a call that includes
         measurements, each candidate runs at most once with all rows.
@@ -190,7 +190,7 @@ class ChoiceFiles:
     choices.
 
     Args:
-        folder: folder of the files. Defaults to the user's cache.
+        folder: path of the folder in which the files are stored. The default is the user's cache.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -233,7 +233,7 @@ class ChoiceFiles:
                         error)
 
     def forget(self, key: Key) -> None:
-        """Remove a key's file."""
+        """Remove the file of a key."""
         with contextlib.suppress(OSError, ValueError):
             self._path(key).unlink()
 

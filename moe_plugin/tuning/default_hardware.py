@@ -109,11 +109,11 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
 
     Args:
         config: settings of the layer.
-        place: where the parameters of the layer are stored.
+        place: placement, which defines where the layer's parameters are stored.
         probe: parameter of the layer, from which the element size is taken.
         tokens: number of tokens on the rank with the most tokens.
         skew: number of rows of the fullest rank divided by the mean over all ranks. Defaults to 1.
-        visits: measured destinations of tokens. Defaults to unknown.
+        visits: destinations of tokens that were measured in a run. Defaults to unknown.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       latent_dim=config.experts.latent_dim, hidden_dim=config.hidden_dim,

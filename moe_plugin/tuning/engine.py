@@ -141,7 +141,7 @@ class Tuner(Generic[Bucket, Choice]):
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
-        """Return the latest decision for a bucket, with its current choice and the reason."""
+        """Return a bucket's latest decision, which contains the current choice and the reason."""
         return self._entry(bucket).latest
 
     def exploring(self, bucket: Bucket) -> bool:

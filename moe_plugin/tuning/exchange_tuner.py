@@ -1,6 +1,6 @@
 """Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and trial runs of exchanges.
 
-The algorithm is predicted by a calibrated model or measured. All ranks agree on the algorithm. The
+The algorithm is predicted by a calibrated model or measured. All ranks use the same algorithm. The
 result of a trial is used like that of any other exchange.
 """
 
@@ -32,7 +32,7 @@ RULES = TunerSettings(tries=None, watch=math.inf, each=True,
 
 
 def bucket_of(size: float) -> int:
-    """Return the base-2 logarithm of a size in bytes, rounded up."""
+    """Return the base-2 logarithm, rounded up, of a size in bytes."""
     return max(int(size) - 1, 0).bit_length()
 
 
@@ -53,7 +53,7 @@ def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
 
     Args:
         tuner: tuner that records the time.
-        bucket: bucket of the load.
+        bucket: bucket that contains the load.
         name: name of the candidate; see `turn`.
         comm: the group.
         x: input tensor of the candidate.

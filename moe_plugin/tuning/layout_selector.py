@@ -33,7 +33,7 @@ class LayoutSelector:
 
     Args:
         config: settings of the layer.
-        place: where the parameters of the layer are stored.
+        place: placement, which defines where the layer's parameters are stored.
         experts: experts of the layer.
         host: information about the host framework.
 
@@ -155,7 +155,7 @@ class LayoutSelector:
             self_balanced=self.self_balanced)
 
     def finish_step(self) -> None:
-        """Finish an optimizer step. All ranks must call this."""
+        """Finish an optimizer step. All ranks must call this method."""
         if self.available.replicas is not None:
             self.available.replicas.finish_step()
 

@@ -84,7 +84,7 @@ class LayoutTuner:
 
     Args:
         config: settings of the layer.
-        layouts: layouts that may be chosen.
+        layouts: layouts of the layer, from which one is chosen.
         probe: parameter of the layer, from which device and dtype are taken.
         measure: function that creates the timer of a call. Tests replace it.
 

@@ -55,14 +55,14 @@ class LayerLayout:
         choice: `LayoutChoice` that defines the layout.
         dispatcher: dispatcher that moves rows.
         experts: experts of the layer.
-        strategy: strategy that computes rows. None means the configured strategy of the experts.
+        strategy: strategy with which experts compute rows. None means the configured strategy.
         gather: group from which this rank gathers parameters, or None if it does not gather.
         gathered_shards: number of consecutive ranks of `gather` that store shards of one expert.
         first_shard: index of the first shard that this rank has after gathering.
         stash: pages for tensors that the backward pass needs. None means that autograd stores them.
         label: label of the choice; see `LayoutChoice`.
         pieces: number of pieces into which rows are split for sending and computing.
-        plain: whether the configured experts compute all arriving rows with stored parameters.
+        plain: whether the configured experts compute all received rows with stored parameters.
     """
 
     choice: LayoutChoice
@@ -190,7 +190,7 @@ def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept:
     Args:
         experts: experts of the layer, or a module that replaces them.
         alongside: function that is called while rows are being sent.
-    Returns: results of the tokens [T, D], and the number of rows that this rank computed.
+    Returns: Results [T, D] of the tokens, and the number of rows that this rank computed.
     """
     if torch.compiler.is_compiling() and not layout.compiles:
         from moe_plugin.tuning.uncompiled import uncompiled  # this import loads the compiler
@@ -214,13 +214,13 @@ class Layouts:
 
     Args:
         config: settings of the layer.
-        place: where the parameters of the layer are stored.
+        place: placement, which defines where the layer's parameters are stored.
         experts: experts of the layer.
 
     Attributes:
         limit: row limit of a dispatcher that bounds rows, otherwise None.
         stash: pages for tensors that the backward pass needs; see `LayerLayout`.
-        spills: whether ranks other than the owner may compute rows of an expert.
+        spills: whether rows of an expert may be computed by ranks other than the owner.
         replicas: replicas of experts if `parallel.spill` is `standing`, otherwise None.
     """
 
@@ -284,7 +284,7 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which the visited ranks and nodes of tokens are counted."""
+        """Return the values of r for which the ranks and nodes visited by tokens are counted."""
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
@@ -369,12 +369,12 @@ class Layouts:
             self._check_stash(choice)
         if choice.r not in legal and not (size == 1 and choice.r == 0):
             raise ValueError(
-                f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "
+                f"parallel.r={choice.r} is not possible with {place.experts} experts on {size} "
                 f"expert-parallel ranks. Choose one of {legal}; the nearest is "
                 f"{min(legal, key=lambda r: abs(r - choice.r))}")
         if choice.gather_tokens and (not self.gathers_tokens or choice.r != place.shards):
             raise ValueError(
-                f"gather_tokens with r={choice.r} does not fit {size} expert-parallel ranks, "
+                f"gather_tokens with r={choice.r} is not possible on {size} expert-parallel ranks with "
                 f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
                 f"{self.config.parallel.replicas}. Set gather_tokens to False, or use r="
                 f"{place.shards} with 'ragged' or 'padded' and one replica")

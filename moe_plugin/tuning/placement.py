@@ -69,7 +69,7 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
 
 
 def _digest(name: str | None) -> str | None:
-    """Return a hash of a file's contents, or None if there is no file with this name."""
+    """Return a hash of the contents of a file, or None if the file does not exist."""
     if not name or not os.path.isfile(name):
         return None
     try:
@@ -155,7 +155,7 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
 
     Args:
         config: settings of the layer.
-        place: placement of the experts.
+        place: placement of the layer's experts on the ranks.
         tokens: number of tokens per call and rank, which is the same on all ranks. By default, it
             is unknown.
         dtype: dtype of the rows. The default is torch's default dtype.

@@ -61,8 +61,8 @@ class PredictedLayout:
 
     Args:
         config: settings of the layer.
-        layouts: layouts that may be chosen.
-        probe: a parameter of the layer.
+        layouts: layouts of the layer, from which one is chosen.
+        probe: parameter of the layer, from which device and dtype are taken.
 
     Attributes:
         current: layout that the next call uses.
@@ -191,8 +191,8 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
     The layout to use is the fastest layout that saves enough time and fits into the memory.
 
     Args:
-        costs: costs of all layouts, fastest first.
-        fixed: the configured layout.
+        costs: costs of all layouts, with the fastest layout first.
+        fixed: layout that the settings define.
         memory_bytes: memory of the device in bytes.
     """
     configured = next(cost for cost in costs if cost.choice == fixed)
@@ -221,8 +221,8 @@ class PrefillPieces:
 
     Args:
         config: settings of the layer.
-        layouts: layouts that may be chosen.
-        probe: a parameter of the layer.
+        layouts: layouts of the layer, from which one is chosen.
+        probe: parameter of the layer, from which device and dtype are taken.
 
     Raises:
         ValueError: If the dispatcher's rows cannot be divided, or if ranks other than the owner may

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class LayerReplicas:
-    """A `dispatch.base.SpillPlanner` whose plans change only between steps.
+    """A `dispatch.base.SpillPlanner` that changes its plans only between steps.
 
     Therefore a recomputed forward pass uses the same plan as the first one.
 

@@ -15,7 +15,7 @@ from moe_plugin.utils.machine import record_event
 
 
 class CallTimer:
-    """Timer for the forward and backward pass of one call.
+    """Timer for the forward and backward passes of one call.
 
     The forward time is measured from `start` to `stopped(y)`. The backward time is measured from
     the gradient of y to the gradient of the result of `started(x)`.
@@ -34,7 +34,7 @@ class CallTimer:
         """Return x unchanged. The backward time ends when the gradient of x has been computed.
 
         Args:
-            x: input of the timed part.
+            x: input tensor of the part that is timed.
             anchor: parameter that makes the backward pass reach this point even if x needs no
                 gradient.
         """

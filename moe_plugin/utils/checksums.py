@@ -168,7 +168,8 @@ def verify(path: str | os.PathLike[str]) -> bool:
     """Check a file against its checksum. Return True if the file is sealed.
 
     Raises:
-        DamagedFile: If the file is sealed and its content differs from the content that was written.
+        DamagedFile: If the file is sealed and its content differs from the content that was
+            written.
     """
     check_input(path)
     size = os.path.getsize(path)

@@ -44,8 +44,8 @@ class Holder:
         machine: identifier of the machine's boot and process table; see `_machine`. An empty string
             means that it is not known.
         process: process id.
-        begun: start time of the process in ticks after the boot. A reused process id has a
-            different start time.
+        begun: start time of the process in ticks after the boot. If a process id is reused, the
+            start time differs.
         since: UTC time at which the lock was acquired.
         job: identifier of the launcher's job, or an empty string if there is no job.
         token: random string that identifies the lock.
@@ -242,7 +242,7 @@ class _Seen:
     """The content of a lock file.
 
     Attributes:
-        text: text of the file.
+        text: content of the file.
         modified: modification time of the file in seconds since 1970.
         holder: run that the file names, or None if the file is incomplete.
     """

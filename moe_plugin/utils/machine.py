@@ -115,8 +115,8 @@ def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized host memory that a GPU's kernels and copies can access, for long-lived
-    data.
+    """Allocate uninitialized host memory for long-lived data that a GPU's kernels and copies can
+    access.
 
     The memory is exactly as large as requested, while torch's pinned memory is rounded up to a
     power of two. It is freed when no tensor refers to it and the device has completed all work that

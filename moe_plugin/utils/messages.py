@@ -228,7 +228,7 @@ def progress(total: int | None, description: str, stream: TextIO | None = None, 
     which can also be used as a context manager.
 
     The bar is a tqdm bar with the remaining time if the stream is a terminal, tqdm is installed and
-    this is the first process of its job. Otherwise the bar shows nothing.
+    this is the first process of its job. Otherwise, the progress bar shows nothing.
 
     Args:
         total: optional. Total number of units until completion.

@@ -98,7 +98,7 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:
-    """Write a file completely or not at all. Text is written as UTF-8.
+    """Write a file completely or not at all. Strings are written as UTF-8.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.

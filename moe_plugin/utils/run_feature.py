@@ -30,10 +30,10 @@ class StepRepeat(Exception):  # noqa: N818 - not an error: control flow that res
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step that starts.
+    """Information about a step that starts.
 
     Attributes:
-        number: number of the step, from 1.
+        number: index of the step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled, or
             None if the host framework does not provide batches.
         loss_of: function that computes the loss of a batch that `batch` returned with the model's
@@ -52,7 +52,7 @@ class StepGradients:
     """The gradients of a step before they are used by the optimizer.
 
     Attributes:
-        number: number of the step, from 1.
+        number: index of the step, counted from 1.
         tensors: function that returns all gradients of this rank, with None for parameters without
             a gradient.
         finite: collective function that returns True if the gradients and the loss are finite. The
@@ -74,7 +74,7 @@ class StepFacts:
     """Information about a completed step.
 
     Attributes:
-        number: number of completed steps, from 1.
+        number: number of completed steps including this one.
         made: whether the step was completed as a step of the run. Otherwise, its number is used
             again.
         skipped: whether the parameters were left unchanged because a gradient or the loss was not
@@ -129,7 +129,7 @@ class RunFeature:
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Prepare for the passes of a step or an evaluation.
+        """Prepare for the forward and backward passes of a step or an evaluation.
 
         Returns:
             A function that restores the state changed by the passes, if this feature may raise

@@ -32,8 +32,8 @@ def bundled(path: str | Path) -> str | Path:
 
 def read_yaml(path: str | Path, what: str = "config file",
               remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
-    """Return the mapping (or list) in a YAML file as plain containers. For an empty file, an empty
-    mapping is returned.
+    """Read a YAML file, and return its mapping or list as plain Python containers. For an empty
+    file, an empty mapping is returned.
 
     The value `1e-3` is read as a number, and dates are read as strings. Interpolations `${...}`
     cause an error, because values must not come from outside the file.

@@ -9,9 +9,9 @@ per rank, or per network card if a card is slower, and of `phase_s` for each pha
 
 If one machine emulates the cluster, each phase also costs CPU time. This is `wake_s * k^(2/3)` for
 each rank that sends and receives k messages, plus the costs in `host` for each message and byte of
-all ranks. The exponent is empirical: messages that arrive together are also handled together.
-Network and CPU work at the same time, so a phase takes `(wire^4 + machine^4)^(1/4)`, which is close
-to the longer of the two times.
+all ranks. The exponent is empirical and reflects that messages that arrive together are handled
+together. Network and CPU work at the same time, so a phase takes `(wire^4 + machine^4)^(1/4)`,
+which is close to the longer of the two times.
 """
 
 from __future__ import annotations

@@ -56,13 +56,13 @@ def overlapped_s(wire: float, machine: float) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one exchange.
+    """Cost of one all-to-all exchange.
 
     Attributes:
         seconds: predicted time.
         inter_messages, inter_bytes: numbers of messages and bytes that leave one node.
         intra_messages, intra_bytes: numbers of messages and bytes that are sent inside one node.
-        phases: rounds of messages of the exchange.
+        phases: rounds of messages of which the exchange consists.
     """
 
     seconds: float
@@ -80,7 +80,7 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
         cluster: the cluster on which the exchange runs.
         node: numbers of messages and bytes that leave one node, followed by those sent inside one
             node.
-        phases: rounds of messages of the exchange.
+        phases: rounds of messages of which the exchange consists.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 

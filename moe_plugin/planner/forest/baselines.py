@@ -26,13 +26,14 @@ Edges = Sequence[tuple[int, int]]  # (source, target), in order
 
 @dataclass(frozen=True)
 class RankTree:
-    """A tree over ranks.
+    """A tree whose nodes are ranks.
 
     Attributes:
-        root: rank of the root.
+        root: rank that is the root of the tree.
         share: fraction of the result that the tree carries.
-        outward: edges from the root to all ranks.
-        inward: edges from all ranks to the root. If empty, the reversed outward edges are used.
+        outward: edges along which data moves from the root to all ranks.
+        inward: edges along which data moves from all ranks to the root. If empty, the reversed
+            outward edges are used.
     """
 
     root: int
@@ -141,7 +142,8 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield sets of rings: one ring, both directions of a ring, and several rings.
+    """Yield three kinds of sets of rings, which are one ring, both directions of a ring, and
+    several rings.
 
     A set of several rings has one ring per rank of a node, and each ring leaves a node from a
     different rank.
@@ -168,7 +170,7 @@ def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
 
 
 def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
-    """Yield sets of rings that use only direct links, in both directions.
+    """Yield sets of rings, in both directions, that use only direct links.
 
     Each ring uses only bandwidth that is not used by earlier rings. If the search finds no ring
     within its limit of steps, nothing is yielded.
@@ -222,8 +224,9 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
     """Yield pairs of binary trees, each of which carries half of the data.
 
-    The leaves of either tree are inner nodes of the paired tree. All-reduce sums towards the root
-    of each tree. All-gather and reduce-scatter send each rank's part along both trees.
+    The leaves of either tree are inner nodes of the paired tree. In an all-reduce, data is summed
+    towards the root of each tree. All-gather and reduce-scatter send each rank's part along both
+    trees.
     """
     up = [_parent(at, ranks) for at in range(ranks)]
     other = (lambda at: ranks - 1 - at) if ranks % 2 == 0 else (lambda at: (at + 1) % ranks)

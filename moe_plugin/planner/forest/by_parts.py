@@ -29,8 +29,8 @@ class Parts:
     """Division of a graph into equal parts, each with consecutive ranks.
 
     Attributes:
-        size: P, the number of ranks of each part.
-        count: B, the number of parts.
+        size: number P of ranks in each part.
+        count: number B of parts.
         turned: for each node, the node to which it is mapped by the rotation that maps each part to
             the next part.
         between: nodes that the rotation maps to themselves.
@@ -104,7 +104,8 @@ class Inner:
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """Return k trees of each root, or None if the wires cannot carry the trees in this way.
+    """Return k trees for each root, or None if the capacity of the wires is too low for this
+    method.
 
     Args:
         counted: graph whose capacities are numbers of trees.

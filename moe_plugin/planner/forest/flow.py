@@ -1,4 +1,4 @@
-"""Max-flows and min-cuts with integer capacities, computed by igraph."""
+"""Computation of max-flows and min-cuts with integer capacities by igraph."""
 
 from __future__ import annotations
 

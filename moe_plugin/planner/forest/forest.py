@@ -41,7 +41,7 @@ class Shares:
 
     Attributes:
         rate: K, the sum of the shares in the graph's units of capacity.
-        roots: share of each rank. The shares sum to K.
+        roots: share of the rate that each rank has as a root. The shares sum to K.
         parts: disjoint sets of nodes whose bandwidths prove that no higher rate is possible.
     """
 
@@ -141,9 +141,9 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
 
     Args:
         network: ranks and links on which the collective runs.
-        collective: one of `COLLECTIVES`. all_reduce is a reduce-scatter followed by an all-gather.
-        trees: k, the number of trees per root. By default, the number that the highest throughput
-            needs.
+        collective: name of the collective, which is one of `COLLECTIVES`. An all_reduce consists of
+            a reduce-scatter followed by an all-gather.
+        trees: number k of trees per root. By default, the number that the highest throughput needs.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
             on shared wires. If True, `best_shares` optimizes the shares of the roots for this case.
         symmetry: whether clusters of equal parts use one plan for all parts if that is equally

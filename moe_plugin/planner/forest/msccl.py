@@ -2,7 +2,7 @@
 on GPUs.
 
 Each thread block of a GPU either sends to one peer or receives from one peer. All thread blocks run
-their steps in an order that is the same on all GPUs. Therefore a step waits only for steps that
+their steps in an order that is the same on all GPUs. Therefore, each step waits only for steps that
 come earlier in this order. The earliest step that has not run can always run, even if the buffers
 between GPUs are small.
 """

@@ -1,4 +1,4 @@
-"""Networks as directed graphs: ranks, switches, and wires with exact bandwidths."""
+"""Networks as directed graphs that consist of ranks, switches, and wires with exact bandwidths."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _DIGITS = 3  # significant digits of a measured bandwidth; more digits only prod
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One direction of a link.
+    """A wire, which is one direction of a link.
 
-    Attributes:
-        source, target: names of the nodes.
-        bandwidth: GB/s (10^9 bytes per second).
+    Attributes: source, target: names of the nodes at which the wire starts and ends.
+        bandwidth: bandwidth in GB/s (10^9 bytes per second).
         alpha_s: fixed time of each message in seconds.
     """
 
@@ -46,7 +45,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks, switches, and the wires between them.
+    """A network of ranks and switches that are connected by wires.
 
     Attributes:
         name: name of the network.
@@ -149,10 +148,10 @@ class Network:
         global switch.
 
         A rank is connected to its node's switch with the bandwidth of `cluster.intra`, and to its
-        network card with the bandwidth of `cluster.inter`. Ranks share a card if there are fewer
-        cards than ranks, and a rank has several cards if there are more. Bandwidths are rounded to
-        3 digits. Alpha and the fixed time of a round are charged on the wire on which a message
-        leaves a rank.
+        network card with the bandwidth of `cluster.inter`. If a node has fewer cards than ranks,
+        ranks share a card. If it has more, a rank has several cards. Bandwidths are rounded to 3
+        significant digits. Alpha and the fixed time of a round are charged on the wire on which a
+        message leaves a rank.
         """
         ranks, switches, wires = [], [], []
 

@@ -138,7 +138,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     Args:
         graph: graph whose capacities are converted to whole numbers of trees.
         ratio: minimum time 1/x* in the graph's units; see `optimum`.
-        trees: number of trees per root.
+        trees: number of trees that each root must have.
     """
     low, roots = ratio * trees, [trees] * graph.ranks
 

@@ -1,11 +1,11 @@
 """Packing of spanning trees into a graph of ranks, as in the constructive proof of Edmonds'
 theorem.
 
-Trees grow edge by edge. A tree may use an edge x -> y if every set of ranks that contains y but not
-x keeps enough incoming capacity for all trees that have not reached the set yet. A max-flow from x
-to y determines how many trees may use the edge. If this number is less than the weight of the tree,
-the tree is split into two trees. Because a set without spare capacity never regains capacity, each
-edge is tested at most once per tree.
+Trees are extended edge by edge. A tree may use an edge x -> y if every set of ranks that contains y
+but not x keeps enough incoming capacity for all trees that have not reached the set yet. A max-flow
+from x to y determines how many trees may use the edge. If this number is less than the weight of
+the tree, the tree is split into two trees. Because a set without spare capacity never regains
+capacity, each edge is tested at most once per tree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Partial:
     """A growing tree.
 
     Attributes:
-        root: rank of the root.
+        root: rank that is the root of the tree.
         weight: number of equal trees that this tree represents.
         nodes: ranks of the tree, in the order in which they were added.
         edges: edges of the tree.
@@ -47,7 +47,7 @@ class Partial:
 
 
 def pack(ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> list[Partial]:
-    """Return spanning trees that use each edge at most as often as its capacity.
+    """Return spanning trees that together use no edge more often than its capacity allows.
 
     Args:
         ranks: number of ranks, which are all nodes of the graph.

@@ -1,10 +1,9 @@
 """Networks by name, such as `ring:8`, `torus:4x4x4` or `dgx-a100:2`.
 
 Each kind of network is built by one function. Bandwidths are given in GB/s per direction, as
-published by the manufacturers. Latencies are zero because they are not published; a network file
-can state them.
-The sources of the bandwidths are the user guides of NVIDIA DGX A100, DGX H100 and DGX GB200, and
-the page on the AMD Instinct MI250 in the ROCm documentation.
+published by the manufacturers. Latencies are assumed to be zero because they are not published. A
+network file can define them. The sources of the bandwidths are the user guides of NVIDIA DGX A100,
+DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Builder:
             self.wires[ends] = self.wires.get(ends, Fraction(0)) + bandwidth
 
     def network(self, name: str) -> Network:
-        """Return the finished network."""
+        """Return the network that has been built."""
         return Network(name=name, ranks=tuple(self.ranks), switches=tuple(self.switches),
                        wires=tuple(Wire(*ends, rate) for ends, rate in self.wires.items()))
 
@@ -87,8 +86,8 @@ def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
 def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
     """Build a grid of any number of dimensions, with links to the neighbours in each dimension.
 
-    wraps: if True, the ends of each dimension are linked, which results in a torus. A dimension of
-    size 2 always has one link instead of two.
+    wraps: if True, the ends of each dimension are linked, which results in a torus. In a dimension
+    of size 2, there is always one link instead of two.
     """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
     for at, rank in names.items():

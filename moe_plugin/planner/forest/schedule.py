@@ -39,7 +39,7 @@ class Tree:
     """A spanning tree of all ranks.
 
     Attributes:
-        root: rank of the root.
+        root: rank that is the root of the tree.
         weight: number of trees of unit weight that this tree represents.
         edges: edges in the order in which data moves away from the root or, if the tree is inward,
             is summed towards the root.
@@ -82,11 +82,11 @@ class Schedule:
     the root along the i-th inward tree, and then sent from the root along the i-th outward tree.
 
     Attributes:
-        collective: one of `COLLECTIVES`.
+        collective: name of the collective, which is one of `COLLECTIVES`.
         network: the network.
         inverse_rate: minimum time 1/x* in seconds per GB of a shard, which has M/N bytes for N
-            ranks. No schedule of this kind is faster. For all_reduce, the value applies to each of
-            the two parts, or with `overlap` to both parts together.
+            ranks. No schedule of this kind takes less time. For all_reduce, the value applies to
+            each of the two parts, or with `overlap` to both parts together.
         cut: names of the nodes of the set S that proves the bound `1/x* = (ranks in S) / (bandwidth
             out of S)`. The set is empty with `overlap` and for a single rank.
         k: number of trees of each root, where a tree of weight w counts as w trees. With `overlap`,

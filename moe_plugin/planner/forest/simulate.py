@@ -3,9 +3,9 @@
 The simulator runs a program, which consists of the pieces of the result and the moves that transfer
 each piece along a tree. ForestColl's schedules can be converted to programs, and the rings and
 binary trees of `baselines` are programs, too. Each piece is divided into consecutive chunks. Ranks
-and switches forward a chunk as soon as the whole chunk has arrived. A schedule of depth D (number
-of wires on the longest path of a piece) takes at most 1 + (D - 1) / chunks times as long as its
-bandwidths require.
+and switches forward a chunk as soon as the whole chunk has arrived. If the longest path of a piece
+has D wires, a schedule takes at most `1 + (D - 1) / chunks` times as long as the bandwidths of the
+wires require.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ShareMove:
     """A transfer of one piece from one rank to another.
 
     Attributes:
-        piece: index of the piece.
-        source, target: the ranks.
+        piece: index of the piece that is transferred.
+        source, target: ranks that send and receive the piece.
         routes: pairs of a path through the network and the fraction of the piece that takes this
             path. The fractions sum to 1.
-        sums: whether the target adds the piece to its own data instead of replacing it.
+        sums: whether the target adds the piece to its own data instead of replacing this data.
     """
 
     piece: int
@@ -45,11 +45,11 @@ class ShareMove:
 
 @dataclass(frozen=True)
 class Program:
-    """A collective as a list of moves.
+    """A collective operation as a list of moves.
 
     Attributes:
         name: name of the program.
-        collective: one of `COLLECTIVES`.
+        collective: name of the collective, which is one of `COLLECTIVES`.
         network: the network.
         roots: for each piece, the rank that has it first or receives its sum.
         shares: for each piece, its fraction of the result.

@@ -36,7 +36,7 @@ _HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")
 
 @dataclass(frozen=True)
 class Speeds:
-    """Assumed bandwidths in GB/s in one direction.
+    """Assumed bandwidths per direction in GB/s.
 
     Attributes:
         nvlink: bandwidth of one NVLink (25 GB/s from Volta to Hopper, 50 GB/s on Blackwell).
@@ -60,8 +60,7 @@ class Speeds:
 class TopologyTable:
     """Contents of the table that `nvidia-smi topo -m` prints.
 
-    Attributes:
-        gpus, cards: names of the GPUs and network cards in order.
+    Attributes: gpus, cards: names of the GPUs and of the network cards in the order of the table.
         classes: connection class, such as `NV4`, of each ordered pair of names.
     """
 
@@ -221,7 +220,8 @@ def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
     """Return the network that a user specified, and a line that lists the assumptions made, or "".
 
     Args:
-        text: path of a file or name of a preset. A file takes precedence over a preset.
+        text: path of a file or name of a preset. If both exist, the file takes precedence over the
+            preset.
         nodes: number of machines, for a cluster file or for the output of `nvidia-smi`. The default
             is the number in the file if there is one, otherwise 1.
 

@@ -1,7 +1,7 @@
 """Plans that keep, recompute or swap activations (KARMA; see `activation_problem`).
 
-The search first looks for good decisions, and then tries to prove by branch and bound that they are
-optimal.
+The search first finds good decisions, and then tries to prove by branch and bound that these
+decisions are optimal.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class SwapPlan:
 
     Attributes:
         problem: blocks of the model and memory for their activations.
-        decisions: decision for each block.
+        decisions: decision (keep, recompute or swap) for each block.
         seconds: time of a step in seconds.
         bound_s: lower bound in seconds of the time of a step, given the rule by which swaps start.
         proved: whether the search proved that the decisions are optimal.
-        limit: bytes of the device.
+        limit: memory of the device in bytes.
         base: number of bytes that are always occupied on the device.
     """
 
@@ -71,7 +71,7 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
     Args:
         blocks: blocks in the order of the forward pass.
-        limit: bytes of the device.
+        limit: memory of the device in bytes.
         base: number of bytes that are always occupied on the device. Defaults to 0.
         duplex: whether copies in both directions run at the same time. Defaults to True.
 
@@ -211,7 +211,7 @@ class _Proof:
     better.
 
     Attributes:
-        best: best decisions so far.
+        best: best decisions that have been found so far.
         left: number of nodes of the search that may still be visited. 0 means that the proof was
             abandoned.
     """

@@ -198,7 +198,7 @@ class SwapProblem:
         """Return the schedule that results from the given decisions.
 
         Args:
-            decisions: decision for each block.
+            decisions: decision (keep, recompute or swap) for each block.
             base: number of bytes on the device in addition to `room`. Defaults to 0.
 
         Raises:

@@ -28,7 +28,7 @@ Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModel:
-    """A stack of MoE layers and the machine that runs them.
+    """A stack of MoE layers, with the speeds of the machine that runs these layers.
 
     Attributes:
         layers: number of layers with experts.
@@ -104,13 +104,13 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
 
 @dataclass(frozen=True)
 class DesignCost:
-    """Cost of a design.
+    """Cost of an inference design.
 
     Attributes:
         design: name of the design, such as `on_demand`.
         seconds: time of a pass in seconds.
         buffer_bytes: largest number of bytes that experts occupy on the device at a time.
-        outcome: result of the simulation.
+        outcome: result of simulating the design's schedule.
     """
 
     design: str
@@ -124,7 +124,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
     """Return the schedule of consecutive passes in a design.
 
     Args:
-        design: one of `DESIGNS`.
+        design: name of the design, which is one of `DESIGNS`.
         model: layers of the model and speeds of the machine.
         passes: for each pass and each layer, the active experts, for example from a recorded trace.
         limit: maximum number of bytes on the device. By default, there is no limit.

@@ -1,4 +1,5 @@
-"""Schedules of compute and copies between a device and slower memory, with memory accounting.
+"""Schedules of computation and of copies between a device and slower memory, with memory
+accounting.
 
 A device has three streams that work at the same time. One computes, one copies data to the device,
 and one copies data from the device. Each stream runs one step at a time, in issue order. The
@@ -125,7 +126,7 @@ STREAMS = ("compute", "in", "out")
 
 @dataclass(frozen=True)
 class OffloadStep:
-    """A step of one stream.
+    """A step that one stream runs.
 
     Attributes:
         name: name of the step, which is unique in the schedule.
@@ -190,7 +191,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Time at which the last step ends, in seconds."""
+        """Time in seconds at which the last step ends."""
         return self.timeline.seconds
 
     @property
@@ -224,11 +225,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class OffloadSchedule:
-    """Steps in issue order.
+    """A schedule of steps in issue order.
 
     Attributes:
         steps: the steps.
-        limit: largest number of bytes that may be on the device at a time. None means no limit.
+        limit: largest number of bytes that may be on the device at a time. None means that there is
+            no limit.
         base: number of bytes that are always on the device.
         duplex: whether copies to and from the device run at the same time. If False, copies run one
             after another in issue order, as in a single queue.

@@ -32,7 +32,7 @@ TOLERANCE = 1e-9  # relative excess over an upper bound up to which paths are ke
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Costs of one layer for one micro-batch. Times are in seconds.
+    """Costs of one layer for one micro-batch. All times are given in seconds.
 
     Attributes:
         backward_s: time of the backward pass, including recomputation, as only inputs are stored.
@@ -76,7 +76,7 @@ def layers_of(profile: ModelProfile) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers that are on the device together, with totals over g micro-batches.
+    """Consecutive layers that are on the device together, with totals over all micro-batches.
 
     Attributes:
         begin, end: index of the first layer, and index after the last layer.
@@ -129,10 +129,10 @@ class Streamed:
 
     Args:
         layers: at most `MOST_LAYERS` layers in the order of the forward pass.
-        batches: g, the number of accumulated micro-batches.
-        limit: bytes of the device.
+        batches: number g of accumulated micro-batches.
+        limit: memory of the device in bytes.
         base: number of bytes that are always occupied on the device. Defaults to 0.
-    Raises: ValueError: if the number of layers or of micro-batches is out of bounds.
+    Raises: ValueError: If the number of layers or of micro-batches is out of bounds.
     """
 
     def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
@@ -179,7 +179,7 @@ class Streamed:
         return Stage(here, before if behind else None, behind, True, need=need)
 
     def stages(self, parts: Sequence[Segment]) -> Iterator[Stage]:
-        """Yield all stages of a step in their order."""
+        """Yield all stages of a step in the order in which they run."""
         padded = [None, *parts, None]
         yield Stage(load=parts[0], need=parts[0].weights)
         for here, following in pairwise(padded[1:]):
@@ -245,8 +245,8 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
     """Return the ends of the segments with the shortest step, or None if all exceed the memory.
 
     Among equally short steps, the one with the thinnest edges is chosen. The dynamic program runs
-    over the last two segments, with the cost of all stages before them. Paths that cannot beat the
-    best even division are omitted.
+    over the last two segments, with the cost of all stages before them. Paths that cannot be faster
+    than the best even division are skipped.
     """
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
@@ -359,7 +359,7 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
 
     Args:
         layers, batches, limit, base: as in `Streamed`.
-    Raises: ValueError: if nothing fits. The message states how much the smallest segments need.
+    Raises: ValueError: If no division fits. The message states how many bytes are needed.
     """
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
@@ -375,7 +375,7 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 
 
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
-    """Return the plan with the fewest micro-batches that hides all copies, or None beyond `MOST`.
+    """Return the plan with the fewest micro-batches that hides all copies, or None if none does.
 
     The number is found by bisection, because more micro-batches hide more copies while they fit.
     """

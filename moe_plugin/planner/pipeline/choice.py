@@ -56,8 +56,8 @@ class StageProfile:
             together with its slices. 0 means that the size of a micro-batch is fixed.
         granularity: number of tokens of which every slice length is a multiple. It must divide
             `sequence`.
-        slices: fixed slice lengths in tokens. Empty means that the best lengths are chosen from
-            the samples.
+        slices: fixed slice lengths in tokens. An empty tuple means that the best lengths are
+            determined from the samples.
     """
 
     name: str = "pipeline"
@@ -123,12 +123,12 @@ class Predicted:
     """Predicted step of a pipeline schedule.
 
     Attributes:
-        schedule: one of `SCHEDULES`.
+        schedule: name of the schedule, which is one of `SCHEDULES`.
         timeline: simulated timeline of a step.
         alive: for each stage, the largest number of micro-batches (possibly fractional) whose
             activations are stored at a time.
         fits: whether the activations fit into the memory.
-        slices: slice lengths in tokens. Empty means that sequences are not divided.
+        slices: slice lengths in tokens. An empty tuple means that sequences are not divided.
         sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
     """
 
@@ -211,7 +211,7 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return TeraPipe's division of the batch into groups of any size and of groups into slices.
+    """Return TeraPipe's division of the batch into groups of samples and of each group into slices.
 
     The groups run one after another. The times include the forward and backward passes but not the
     transfers.
@@ -243,7 +243,7 @@ def choose(profile: StageProfile) -> Predicted:
 
 
 def load_profile(path: str | Path) -> StageProfile:
-    """Read a file that describes a `StageProfile`.
+    """Read a `StageProfile` from a file.
 
     Raises:
         ValueError: If the file cannot be read, or if it does not contain a valid profile.

@@ -10,14 +10,14 @@ all forward passes come first.
 
 There are four modes in which stages send results:
 
-- paired: both stages wait until the transfer ends. A transfer begins when both stages have issued
+- paired: Both stages wait until the transfer ends. A transfer begins when both stages have issued
   their calls. Transfers in both directions run one after the other, because gloo's request for the
   second transfer is queued on the connection behind the data of the first. This mode models
   Megatron's 1F1B over gloo.
-- blocking: the sending stage waits until the transfer ends.
-- overlapped: the sending stage continues. In 1F1B, the next stage needs an activation immediately
-  after it is computed, so this stage still waits for the transfer.
-- eager: a stage begins with 2 (n - i) - 1 forward passes instead of n - i. Because of the
+- blocking: The sending stage waits until the transfer ends.
+- overlapped: The sending stage continues during the transfer. In 1F1B, the next stage needs an
+  activation immediately after it is computed, so this stage still waits for the transfer.
+- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. Because of the
   additional passes, there is one slot between computing an activation and using it, in which it is
   sent. About twice as many activations are stored.
 
@@ -48,7 +48,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
         stages: number of stages.
         stage: index of the stage, counted from 0.
         micro_batches: number of micro-batches.
-        mode: one of `MODES`.
+        mode: sending mode, which is one of `MODES`.
         slices: number of slices per sequence. Defaults to 1.
     """
     behind = stages - stage
@@ -141,7 +141,7 @@ class Pipeline:
         """Return the timeline of all passes and transfers.
 
         Args:
-            mode: one of `MODES`. Defaults to "overlapped".
+            mode: sending mode, which is one of `MODES`. Defaults to "overlapped".
 
         Raises:
             ValueError: If the mode is unknown.
@@ -158,7 +158,7 @@ class Pipeline:
         """Return the peak number of stored activations for each stage.
 
         Args:
-            mode: one of `MODES`.
+            mode: sending mode, which is one of `MODES`.
             sizes: number of tokens of each slice. By default, micro-batches are counted.
         """
         peaks = []

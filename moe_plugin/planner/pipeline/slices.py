@@ -206,7 +206,7 @@ def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """Fitted slice times t(l, c) in seconds.
+    """Fitted function t(l, c) for the time of a slice in seconds.
 
     Attributes:
         base: pairs (length, seconds) of slices without context, in ascending order of length.
@@ -269,7 +269,8 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit slice times for each number of sequences, which is the first item of each sample.
+    """Fit slice times separately for each number of sequences, which is the first item of each
+    sample.
 
     Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
     beyond the largest number. For fewer sequences than the smallest measured number, the time of
