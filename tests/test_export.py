@@ -123,5 +123,5 @@ def test_rows_sent_once_are_refused(send: str) -> None:
             torch.export.export(layer, (torch.randn(4, WIDTH),))
 
     with pytest.raises(ValueError, match=f"dispatch.send='{send}' cannot be exported: "
-                       "torch.export traces no exchange of pairs. Export with dispatch.send='rows"):
+                       "torch.export cannot trace its exchanges. Export with dispatch.send='rows"):
         run_simulated(2, rank)

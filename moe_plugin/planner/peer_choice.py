@@ -115,7 +115,7 @@ class Wiring:
             heapq.heappush(self._heap, entry)
         if earliest is None:
             raise LookupError(f"all {len(passed)} peers are excluded from this task, so no peer is "
-                              "left. Announce another peer")
+                              "left. Announce an additional peer")
         return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:

@@ -48,10 +48,10 @@ class Kernel:
     def __post_init__(self) -> None:
         rows = [point[0] for point in self.points]
         if len(rows) < 2 or rows != sorted(set(rows)):
-            raise ValueError(f"points at rows {short(rows)} must be at least 2 points in ascending "
-                             "order. Measure more loads")
+            raise ValueError(f"points at rows {short(rows)}: there must be at least 2 points in "
+                             "ascending order. Measure more loads")
         if not all(0 <= s < math.inf for s in (self.launch_s, *(p[1] for p in self.points))):
-            raise ValueError("the seconds of a kernel must be finite numbers >= 0; measure the "
+            raise ValueError("the times of a kernel must be finite numbers >= 0; measure the "
                              "kernel again")
 
     def expert_s(self, rows: float) -> float:

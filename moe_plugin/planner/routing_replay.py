@@ -117,8 +117,8 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(
             f"ranks={ranks} is not possible for a trace of {len(traces)} ranks with {experts} "
-            "experts: it must be a multiple or a divisor of the trace's number of ranks, and divide "
-            "the number of experts. Set --nodes and --ranks-per-node, or change --emulate")
+            "experts: it must be a multiple or a divisor of the trace's number of ranks, and must "
+            "divide the number of experts. Set --nodes and --ranks-per-node, or change --emulate")
     if not all(list(trace) == list(traces[0]) for trace in traces):
         raise ValueError("the ranks have traces of different layers. Use a folder whose ranks "
                          "share the same experts")
@@ -219,7 +219,7 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]
     if not any(any(map(any, call)) for call in every):
-        raise ValueError("the trace contains no routed token. Use another trace")
+        raise ValueError("the trace contains no routed token. Use a different trace")
     group = cluster.resized(1, len(every[0])) if ranks is None else cluster
     costs = spill_costs(model.layer(1), group, device)
     if tokens is not None:

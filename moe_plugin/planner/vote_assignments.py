@@ -163,7 +163,7 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
         return cyclic(workers, copies)
     if left:
         raise ValueError(f"{name}: {workers} workers are not a multiple of copies={copies}. Start "
-                         "another number of ranks, or use cyclic")
+                         "a different number of ranks, or use cyclic")
     if name == "repetition":
         return repetition(load, copies)
     if name == "mols":

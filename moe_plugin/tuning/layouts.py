@@ -108,7 +108,7 @@ class LayerLayout:
                 "has no host. Store them on the device: export with experts.store=device")
         if self.choice.send != "rows":
             raise ValueError(f"dispatch.send={self.choice.send!r} cannot be exported: torch.export "
-                             "traces no exchange of pairs. Export with dispatch.send='rows'")
+                             "cannot trace its exchanges. Export with dispatch.send='rows'")
 
     def timed(self, timer: CallTimer) -> LayerLayout:
         """Return a copy of this layout for a call whose time `timer` measures."""
@@ -147,8 +147,8 @@ class LayerLayout:
             obstacle = ("experts outside the device" if self.experts.stored else
                         f"parallel.spill={self.choice.spill!r}")
             raise ValueError(
-                f"{type(experts).__name__} cannot stand in for the experts of a layer together "
-                f"with {obstacle}, because others compute with the stored parameters. Merge the "
+                f"{type(experts).__name__} cannot replace the experts of a layer together with "
+                f"{obstacle}, because rows would be computed with the stored parameters. Merge the "
                 "adapter first, or use experts on the device and parallel.spill='never'")
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
@@ -374,8 +374,8 @@ class Layouts:
                 f"{min(legal, key=lambda r: abs(r - choice.r))}")
         if choice.gather_tokens and (not self.gathers_tokens or choice.r != place.shards):
             raise ValueError(
-                f"gather_tokens with r={choice.r} is not possible on {size} expert-parallel ranks with "
-                f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
+                f"gather_tokens with r={choice.r} is not possible on {size} expert-parallel ranks "
+                f"with dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
                 f"{self.config.parallel.replicas}. Set gather_tokens to False, or use r="
                 f"{place.shards} with 'ragged' or 'padded' and one replica")
         if not self.traits.supports_pieces and (choice.d > 1 or choice.backward_d > 1):

@@ -125,7 +125,7 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
     """Return the settings for a prepared group, with a value for each setting that was left open.
 
     On several nodes, where the choice matters most, all-to-all and layout are chosen by
-    measurements during training. On one node, the layout is predicted once, so that runs are
+    measurements during training. On one node, the layout is predicted once, so runs are
     bitwise reproducible. The layout is fixed if the settings name a layout, if results must not
     depend on measured times, or if the dispatcher has only one layout. See also `may_measure`.
     """

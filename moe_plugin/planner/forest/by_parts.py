@@ -335,4 +335,4 @@ def _at(lanes: Sequence[Lane], first: int) -> Path:
         if first < count:
             return way
         first -= count
-    raise AssertionError("there are lanes for fewer trees than the roots have")
+    raise AssertionError("the paths between parts carry fewer trees than the roots have")

@@ -74,7 +74,7 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 class _Search:
     """Search for the smallest shares of the roots at a given rate p / q, in integers.
 
-    For N ranks, the unit is 1 / (2 q N), so that equal shares are integers as well.
+    For N ranks, the unit is 1 / (2 q N), so equal shares are integers as well.
     """
 
     def __init__(self, graph: Graph, rate: Fraction) -> None:

@@ -211,7 +211,7 @@ class Schedule:
         for inward in kinds[self.collective]:
             _check_weights(self, [t for t in self.trees if t.inward is inward])
         if {t.inward for t in self.trees} != set(kinds[self.collective]):
-            raise ValueError(f"the {self.collective} has trees of the wrong direction. Plan it "
+            raise ValueError(f"the {self.collective} has trees in the wrong direction. Plan it "
                              "again")
         _check_paths(self)
         for load in _loads(self):

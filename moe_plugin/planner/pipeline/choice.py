@@ -91,8 +91,9 @@ class StageProfile:
         if not 0 <= self.batch <= MOST_BATCH or self.batch % max(1, self.micro_batches) or (
                 self.batch and (not self.sequence or self.slices)):
             raise ValueError(f"batch={self.batch} must be a multiple of micro_batches="
-                             f"{self.micro_batches}, at most {MOST_BATCH}, and it needs sequence "
-                             "and excludes slices. Omit it if the micro-batch size is fixed")
+                             f"{self.micro_batches} and at most {MOST_BATCH}. It requires sequence "
+                             "and cannot be combined with slices. Omit it if the micro-batch size "
+                             "is fixed")
         if not 0 <= self.sequence <= MOST_TOKENS or bool(self.sequence) != bool(
                 self.slice_samples) or not all(_is_sample(one, 4 if self.batch else 3)
                                                for one in self.slice_samples):

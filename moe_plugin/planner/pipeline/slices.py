@@ -108,7 +108,7 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
             best, lengths = total + (stages - 1) * bound, candidate
     if not lengths:
         raise ValueError(f"{length} tokens cannot be divided into slices, because no division has "
-                         "finite seconds. Measure more lengths or use a smaller granularity")
+                         "a finite time. Measure more lengths or use a smaller granularity")
     slices = tuple(granularity * pieces for pieces in lengths)
     return SliceCut(slices, latency(slice_seconds(times, slices), stages))
 
