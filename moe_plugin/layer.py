@@ -32,7 +32,7 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routing import HasFinishStep, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.contract import FLOAT32, RouterModule, float32_state
+from moe_plugin.routing.contract import RouterModule, float32_state, keep_counts, router_counts
 from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.layout_selector import LayoutSelector
@@ -102,7 +102,7 @@ class LayerState(HasFinishStep, LinkableLayer):
         """Where the local experts come from, checked when loaded; what the tuner has learned; what
         stays in float32 when a checkpoint is cast.
         """
-        return {**self.layouts.state(), FLOAT32: float32_state(self)}
+        return {**self.layouts.state(), distributed_state.FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
@@ -223,7 +223,8 @@ class MoELayer(LayerState):
                                       host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
-        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts, self.router)
+        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts,
+                                  keep_counts if router_counts(self.router) else None)
         self.follow_from_now_on()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,

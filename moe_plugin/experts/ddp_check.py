@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.base import Experts, is_expert
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
-from moe_plugin.routing import RouterModule
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -22,17 +22,20 @@ class DDPCheck:
 
     Once a wrapper was seen that does not take them, wrappers are not checked any more. With one
     rank, whose experts may be averaged, only the first training call looks at the wrapper, which
-    must not overwrite what routers count, see `keep_counts`.
+    must not overwrite what routers count, see `moe_plugin.routing.contract.keep_counts`.
 
     Args:
         comm: the expert-parallel group.
         experts: of this rank.
-        router: of the layer. One that counts nothing need not be looked at with one rank.
+        keep_counts: `moe_plugin.routing.contract.keep_counts` where the layer's router counts
+            anything. None: it counts nothing, and with one rank nothing needs to be looked at.
     """
 
-    def __init__(self, comm: Comm, experts: Experts, router: nn.Module) -> None:
+    def __init__(self, comm: Comm, experts: Experts,
+                 keep_counts: Callable[[DistributedDataParallel], None] | None) -> None:
         self.alone, self._wrapped = comm.size == 1, False
-        self.passed = self.alone and not router_counts(router)
+        self.keep_counts = keep_counts
+        self.passed = self.alone and keep_counts is None
         # experts outside the device are not in their parameters
         self.overwrites = None
         if comm.size > 1 and not experts.stored:
@@ -70,8 +73,8 @@ class DDPCheck:
         if self.alone:
             self.passed = trains
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-            if ddp is not None and trains:
-                keep_counts(ddp)
+            if ddp is not None and trains and self.keep_counts is not None:
+                self.keep_counts(ddp)
             return
         if not self._wrapped:
             # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters
@@ -91,26 +94,6 @@ class DDPCheck:
         elif trains:
             # adapters stand in the experts' place, and so may the experts of another layer
             watch(experts if isinstance(experts, Experts) else built, layer)
-
-
-def router_counts(model: nn.Module) -> list[str]:
-    """Names of the buffers in which routers keep what this rank counts and measures."""
-    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
-            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
-
-
-def keep_counts(ddp: DistributedDataParallel) -> None:
-    """Let biases follow the loads of all ranks of a DDP that was put around the model without
-    `ddp_model`.
-
-    Before a forward pass DDP overwrites each rank's buffers by those of rank 0, and the routers'
-    counts of earlier micro-batches with them.
-    """
-    ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
-    ddp._assign_modules_buffers()  # before the next pass asks whether any are left to send
-    for router in ddp.module.modules():
-        if isinstance(router, RouterModule) and router.all_ranks is None:
-            router.all_ranks = TorchComm(ddp.process_group)
 
 
 def _refuse_new(experts: nn.Module) -> None:

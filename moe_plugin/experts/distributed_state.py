@@ -25,8 +25,10 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.base import use_current_names
 from moe_plugin.experts.ffn import PART_AXIS
-from moe_plugin.routing.contract import FLOAT32
 from moe_plugin.utils.dtensors import is_sharded
+
+# Key of a layer's extra state: names of its tensors that stay in float32 when others are cast
+FLOAT32 = "float32"
 
 # A rank's part of a tensor of all experts, as torch's distributed checkpoints (DCP) need it.
 #

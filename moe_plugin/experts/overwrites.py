@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import is_expert
 from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
-from moe_plugin.routing.replay import inside_backward
 from moe_plugin.utils.dtensors import is_sharded
-from moe_plugin.utils.machine import capturing
+from moe_plugin.utils.machine import capturing, inside_backward
 
 logger = logging.getLogger(__name__)
 # after 1, 3, 6, 12, ... steps: for any period of a few steps, experts that are averaged once in it

@@ -13,7 +13,7 @@ from moe_plugin.kernels import expert_load, route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
 from moe_plugin.kernels.scores import ADDED, ScoreFunction, shares_of_rest
 from moe_plugin.records import TokenInfo
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 
 
 # Token ids and sequences for routers and losses that need them (router hash, loss sequence), and

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.placement import HostContext
+from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.replay import replayed
 from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
@@ -31,7 +33,6 @@ def keeps_init(parameter: Tensor) -> bool:
 
 
 T = TypeVar("T")
-FLOAT32 = "float32"  # of a layer's extra state: what `float32_state` returns
 
 
 class HasFinishStep:
@@ -281,3 +282,23 @@ class RouterSteps(RunFeature):
         ends = finish_step_of_any if facts.made and not facts.skipped else forget_step
         for model in self.models:
             ends(model)
+
+
+def router_counts(model: nn.Module) -> list[str]:
+    """Names of the buffers in which routers keep what this rank counts and measures."""
+    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
+            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
+
+
+def keep_counts(ddp: DistributedDataParallel) -> None:
+    """Let biases follow the loads of all ranks of a DDP that was put around the model without
+    `ddp_model`.
+
+    Before a forward pass DDP overwrites each rank's buffers by those of rank 0, and the routers'
+    counts of earlier micro-batches with them.
+    """
+    ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
+    ddp._assign_modules_buffers()  # before the next pass asks whether any are left to send
+    for router in ddp.module.modules():
+        if isinstance(router, RouterModule) and router.all_ranks is None:
+            router.all_ranks = TorchComm(ddp.process_group)

@@ -74,6 +74,12 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def inside_backward() -> bool:
+    """Whether this code runs inside a backward pass, that is, in a recomputation."""
+    # set by the autograd engine for the time of a backward pass; -1 outside (torch >= 2.0)
+    return torch._C._current_graph_task_id() != -1
+
+
 def wait_for_device(device: torch.device) -> None:
     """Let the host wait until a GPU has done what it was given: before a clock is read."""
     if device.type == "cuda":

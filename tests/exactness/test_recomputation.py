@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from moe_plugin.memory.passes import BlockPasses
 from moe_plugin.routing import finish_step
-from moe_plugin.routing.replay import inside_backward, replaying
+from moe_plugin.routing.replay import replaying
+from moe_plugin.utils.machine import inside_backward
 from tests.exactness.recomputed import (
     DRAWING,
     KINDS,

@@ -12,10 +12,10 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import expert_parameters, is_expert, mark_experts
-from moe_plugin.experts.ddp_check import router_counts
 from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.routing import RouterModule
+from moe_plugin.routing.contract import router_counts
 from moe_plugin.training.gradients import multi_tensor
 from moe_plugin.training.gradients.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.training.gradients.replicas import (
