@@ -30,13 +30,12 @@ from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import KeptRouting, Routing, TokenInfo, Tokens
+from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.routing import HasFinishStep, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
 from moe_plugin.routing.contract import RouterModule, float32_state, keep_counts, router_counts
 from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
-from moe_plugin.tuning.layout_selector import LayoutSelector
-from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
 from moe_plugin.utils.messages import short
 
@@ -47,7 +46,7 @@ class LayerState(HasFinishStep, LinkableLayer):
     Attributes:
         given, config: the settings as passed, and with what they leave open decided.
         comm, placement: the expert-parallel group, and where experts are.
-        tokens, experts, layouts: parts of the path.
+        tokens, experts, routed_experts: parts of the path.
         has_own_router: whether the router was passed.
         route: the experts of each token; what stands in its place without `pregate.link` raises.
     """
@@ -59,7 +58,7 @@ class LayerState(HasFinishStep, LinkableLayer):
     has_own_router: bool
     tokens: TokenEntry
     experts: nn.Module
-    layouts: LayoutSelector
+    routed_experts: RoutedExperts
     ddp_check: DDPCheck
     route: Callable[..., Routing]
 
@@ -89,7 +88,7 @@ class LayerState(HasFinishStep, LinkableLayer):
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerState:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.layouts.move_row_limit()
+        self.routed_experts.move_row_limit()
         self.follow_parameters()
         return self
 
@@ -102,15 +101,15 @@ class LayerState(HasFinishStep, LinkableLayer):
         """Where the local experts come from, checked when loaded; what the tuner has learned; what
         stays in float32 when a checkpoint is cast.
         """
-        return {**self.layouts.state(), distributed_state.FLOAT32: float32_state(self)}
+        return {**self.routed_experts.state(), distributed_state.FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
-        self.layouts.load_state(state)
+        self.routed_experts.load_state(state)
 
     def finish_step(self) -> None:
         """See `moe_plugin.routing.finish_step`, which calls it."""
-        self.layouts.finish_step()
+        self.routed_experts.finish_step()
 
     def forget(self) -> None:
         """Drop what a failed step left for a backward pass that never came. A host that goes on
@@ -216,14 +215,14 @@ class MoELayer(LayerState):
         self.router = layer_router(config, place.comm, own.router, host.when_split(sharing),
                                    **where)
         self.experts = build_experts(config, place, host, own.experts, **where)
-        self.layouts = LayoutSelector(config, place, self.experts, host)
-        self.layouts.self_balanced = (not isinstance(self.router, RouterModule)
+        self.routed_experts = RoutedExperts(config, place, self.experts, host)
+        self.routed_experts.self_balanced = (not isinstance(self.router, RouterModule)
                                       or self.router.balances)
-        self.capacity = CapacityLimit(config, self.layouts.load_comm, self.layouts.fixed_slots,
-                                      host.own_capacity)
+        self.capacity = CapacityLimit(config, self.routed_experts.load_comm,
+                                      self.routed_experts.fixed_slots, host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
-        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts,
+        self.ddp_check = DDPCheck(self.placement.comm, self.routed_experts.experts,
                                   keep_counts if router_counts(self.router) else None)
         self.follow_from_now_on()
 
@@ -245,7 +244,7 @@ class MoELayer(LayerState):
             ValueError: shapes or dtypes that do not fit.
             CommError: a collective failed or timed out; it names rank, collective and sizes.
         """
-        built = self.layouts.experts  # another module may stand in their place (adapters)
+        built = self.routed_experts.experts  # another module may stand in their place (adapters)
         check = self.ddp_check
         # a graph must not depend on what the first call outside of it changes
         if built.reduced or not (
@@ -258,19 +257,19 @@ class MoELayer(LayerState):
         routing = self.route(tokens, top_k)
         kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
                 else self.capacity(routing, self.training))
-        layout, kept = self.layouts.select(kept, choice, self.training)
+        layout, kept = self.routed_experts.select(kept, choice, self.training)
         alongside = (None if self.shared_expert is None and overlapped is None
                      else OverlappedWork(self.shared_expert, tokens, overlapped))
         x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)
         # plan, dispatch, experts, combine
-        y_TD, rows = through_experts(self.experts, layout, x_TD, kept, alongside)
+        y_TD, rows = self.routed_experts.run(self.experts, layout, x_TD, kept, alongside)
         if self.latent is not None:
             y_TD = self.latent.leave(y_TD, tokens)
         if alongside is not None or routing.passthrough_T is not None:
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)
         result = self.tokens.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
-        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
+        return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
         """The experts of each token. `pregate.link` may put another method in its place."""

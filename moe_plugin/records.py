@@ -178,6 +178,14 @@ class ExpertRows:
     started: Callable[[], object] | None = None
 
 
+class ParameterRequest:
+    """Passed to experts in the place of rows: they return `local_parameters`.
+
+    It goes through `forward` because an adapter that stands in the experts' place changes their
+    parameters only inside its own call.
+    """
+
+
 class Sent:
     """The rows of one call: on their way to their experts, and back.
 

@@ -14,7 +14,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.experts.lora import ExpertRanks
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.weight_grads import LaterGrads
-from moe_plugin.records import ExpertRows
+from moe_plugin.records import ExpertRows, ParameterRequest
 from moe_plugin.utils.registry import Registry
 
 # The names that experts' parameters had in earlier versions, which files may still contain.
@@ -125,11 +125,10 @@ class Experts(nn.Module):
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     @abstractmethod
-    def forward(self, work: ExpertRows | None) -> Any:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Any:
         """Rows [R, D], or tokens [T, D] with a `RowPlan`, through their experts; the same shape.
 
-        work: None: `local_parameters`, as they are inside of this call: an adapter that stands in
-        the experts' place changes them there alone.
+        work: a `ParameterRequest` asks for `local_parameters` instead.
         """
 
     @property
@@ -155,6 +154,18 @@ class Experts(nn.Module):
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
                            first_shard: int | None = None) -> FFNParameters:
         """What to compute with: `tensors` in the form of `local_parameters`, or the stored ones."""
+        raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
+
+    def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
+                            first_shard: int) -> FFNParameters:
+        """What to compute with after an all-gather over ranks. Collective.
+
+        Args:
+            local: this rank's parameters, in the form of `local_parameters`; None: the stored ones.
+            comm: the ranks to gather from.
+            shards: how many consecutive ranks have shards of one expert.
+            first_shard: the first shard that this rank has then.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def prefetch(self, ids_TK: Tensor) -> None:

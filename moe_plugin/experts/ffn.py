@@ -42,7 +42,7 @@ from moe_plugin.kernels.expert_ffn import (
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import ExpertRows
+from moe_plugin.records import ExpertRows, ParameterRequest
 from moe_plugin.utils.dtensors import fill_, is_sharded
 from moe_plugin.utils.machine import exporting
 
@@ -154,9 +154,9 @@ class FFNExperts(Experts):
     def dtype(self) -> torch.dtype:
         return self.w_in_LDF.dtype
 
-    def forward(self, work: ExpertRows | None) -> Any:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Any:
         """See `Experts`. A shard's part of the result where experts are split."""
-        if work is None:
+        if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
         parameters = work.parameters or self.compute_parameters()
@@ -274,6 +274,11 @@ class FFNExperts(Experts):
                              self.config.recompute_activation, precision=self.config.precision,
                              rounded=rounded, later=None if borrowed else self.later,
                              adapters=as_adapters(tensors) if self.adapters else {})
+
+    def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
+                            first_shard: int) -> FFNParameters:
+        local = self.local_parameters() if local is None else local
+        return self.compute_parameters(gather_parameters(local, comm, shards), first_shard)
 
 
 @expert_kinds.register("gated_ffn")

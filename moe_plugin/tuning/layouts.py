@@ -8,202 +8,34 @@ r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks ea
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from moe_plugin.comm import LocalComm, algorithms
-from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
+from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
 from moe_plugin.dispatch.bounded_once import BoundedOnceDispatcher, BoundedOnceToNodesDispatcher
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
-from moe_plugin.dispatch.row_pages import may_keep
 from moe_plugin.dispatch.rows import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
-from moe_plugin.experts import Experts, FFNParameters, OverlappedWork, Strategy, strategies
-from moe_plugin.experts.ffn import gather_parameters
+from moe_plugin.experts import Experts, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
-from moe_plugin.kernels.weight_grads import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap
+from moe_plugin.records import Overlap
 from moe_plugin.tuning.borrowed import BorrowingDispatcher
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
-from moe_plugin.tuning.timer import CallTimer, Timed
-from moe_plugin.utils.machine import exporting
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """One choice, made ready for calls of a layer.
-
-    Attributes:
-        choice: what it was made from.
-        dispatcher: moves rows.
-        experts: of the layer.
-        strategy: computes rows; None: as the experts are configured.
-        gather: ranks whose parameters this one gathers before it computes; None: it has what it
-            needs.
-        gathered_shards: consecutive ranks of `gather` that hold shards of one expert.
-        first_shard: the first shard that this rank has after gathering.
-        stash: pages for what backward needs; None: autograd keeps it.
-        label: see `LayoutChoice`.
-        pieces: in which rows travel and are computed.
-        plain: experts compute what arrives as they are configured, with what they store.
-    """
-
-    choice: LayoutChoice
-    dispatcher: Dispatcher
-    experts: Experts
-    strategy: Strategy | None = None
-    gather: Comm | None = None
-    gathered_shards: int = 1
-    first_shard: int = 0
-    stash: PagedStash | None = None
-    label: str = dataclasses.field(init=False)
-    pieces: int = dataclasses.field(init=False)
-    plain: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
-        object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
-        object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
-                           and self.pieces == 1)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
-
-        Where `plan` reads rows by expert on the host, or experts are fetched, every new load would
-        be compiled again. `torch.export` makes one program for any load.
-
-        Raises:
-            ValueError: `torch.export` of experts that are fetched.
-        """
-        if exporting():
-            self._check_export()
-            return True
-        traits = self.dispatcher.traits
-        # pairs travel by exchanges that no graph holds
-        return (self.experts.traceable and self.choice.send == "rows"
-                and (traits.fixed_slots or traits.bounded))
-
-    def _check_export(self) -> None:
-        if not self.experts.traceable:
-            raise ValueError(
-                f"{type(self.experts).__name__} are fetched by the host, which an exported program "
-                "has none of: must be on the device; export with experts.store=device")
-        if self.choice.send != "rows":
-            raise ValueError(f"dispatch.send={self.choice.send!r} does not fit torch.export, which "
-                             "traces no exchange of pairs: export with dispatch.send='rows'")
-
-    def timed(self, timer: CallTimer) -> LayerLayout:
-        """The layout for a call that `timer` times."""
-        return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
-
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
-                 anchored: bool = True) -> Sent:
-        """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
-
-        Args:
-            experts: of the layer, or what stands in their place.
-            anchored: False where all ranks' tokens have gradients, or none's.
-        """
-        anchor = None
-        if experts is not self.experts:
-            anchor = self._anchor_of(experts)
-        elif anchored and self.dispatcher.reads_anchor:
-            anchor = self.experts.anchor
-        if self.plain and self.experts.later is None:
-            return self.dispatcher.dispatch(x_TD, plan, anchor)
-        parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
-        sent = self.dispatcher.dispatch(x_TD, plan, anchor)
-        arriving = sent.arriving
-        sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
-        return sent
-
-    def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """A parameter that is trained where one of an adapter's is.
-
-        Raises:
-            ValueError: what stands in the experts' place does not reach all that compute them.
-        """
-        if self.experts.stored or self.choice.spill != "never":
-            what = ("experts outside the device" if self.experts.stored else
-                    f"parallel.spill={self.choice.spill!r}")
-            raise ValueError(
-                f"{type(experts).__name__} in the place of a layer's experts does not fit {what}, "
-                "where others compute with their parameters: must be experts on the device and "
-                "parallel.spill='never'; merge the adapter first, or set them so")
-        return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
-
-    def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """What all pieces compute with, and share their gradients; None: what is stored."""
-        parameters, more = None, {}
-        if self.gather is not None:
-            whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
-            parameters = self.experts.compute_parameters(whole, self.first_shard)
-        # exchanges of the other pieces run next to their matmuls, or those of another micro-batch,
-        # which weight gradients that are left for later wait for: kernels leave them processors
-        if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
-            more["sums"] = GradSums()
-        if self.stash is not None and may_keep():
-            more["keep"] = self.stash.keep
-        if not more or not self.experts.supports_gather:
-            return parameters
-        if parameters is None:
-            own = None if experts is self.experts else self._local(experts)
-            parameters = self.experts.compute_parameters(own)
-        return dataclasses.replace(parameters, **more)
-
-    def _local(self, experts: nn.Module) -> dict[str, Tensor]:
-        """The experts' parameters; an adapter in their place changes them inside of its call."""
-        return self.experts.local_parameters() if experts is self.experts else experts(None)
-
-
-def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
-                   work: ExpertRows) -> ExpertRows:
-    """The same rows; borrowed experts come with parameters of their own."""
-    own = parameters if work.parameters is None else work.parameters
-    return ExpertRows(work.x, work.rows, own, strategy, work.started)
-
-
-def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
-                    alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-    """Plan, dispatch, experts, combine; outside of a graph of `torch.compile` that cannot hold it.
-
-    Args:
-        experts: of the layer, or what stands in their place.
-        alongside: done while rows are on their way.
-    Returns: (tokens' results [T, D], rows that this rank's experts computed).
-    """
-    if torch.compiler.is_compiling() and not layout.compiles:
-        from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
-
-        y_TD, computed = uncompiled(through_experts, experts, layout, x_TD, kept, alongside)
-        return y_TD, computed
-    dispatcher = layout.dispatcher
-    plan = dispatcher.plan(kept)
-    sent = layout.dispatch(x_TD, plan, experts)
-    if alongside is not None:
-        alongside()
-    for rows in sent:
-        sent.put_back(experts(rows))
-    return dispatcher.combine(sent, plan), plan.rows
 
 
 class Layouts:

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.fast
 # Bottom to top. A room imports from itself and from the levels below its own: no room imports a
 # neighbour of its level.
 LEVELS = (
-    ("utils",), ("records", "output", "config"), ("kernels", "planner"), ("comm",), ("routing",),
-    ("dispatch", "experts"), ("tuning", "memory"),
-    ("layer", "routed_experts"),
+    ("utils",), ("records", "output", "config"), ("kernels", "planner"), ("comm",),
+    ("routing", "dispatch", "experts"), ("tuning", "memory"), ("routed_experts",), ("layer",),
     ("observe", "checkpoint"), ("training",), ("hosts",), ("cli",),
 )
 # Bottom to top in `scripts`, which may import all of the package.

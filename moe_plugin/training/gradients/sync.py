@@ -236,8 +236,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         if shared:  # last: what stands before sees plain gradients
             keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
-            layer.layouts.experts.seed_comm = world
-            layer.layouts.experts.reduced = replicas is not None or shared
+            layer.routed_experts.experts.seed_comm = world
+            layer.routed_experts.experts.reduced = replicas is not None or shared
             layer.ddp_check.expect_wrapper()
             for parameter in layer.experts.parameters():
                 # gone where its hooks are gone

@@ -124,7 +124,7 @@ def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
 def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
     found: list[Limit | None] = []
     for layer in layers:
-        found += [layer.layouts.available.limit, layer.layouts.available.stash]
+        found += [layer.routed_experts.layouts.limit, layer.routed_experts.layouts.stash]
     return list({id(limit): limit for limit in found if limit is not None}.values())
 
 
