@@ -46,7 +46,7 @@ class LayerState(HasFinishStep, LinkableLayer):
     Attributes:
         given, config: the settings as passed, and with what they leave open decided.
         comm, placement: the expert-parallel group, and where experts are.
-        tokens, experts, routed_experts: parts of the path.
+        token_entry, experts, routed_experts: parts of the path.
         has_own_router: whether the router was passed.
         route: the experts of each token; what stands in its place without `pregate.link` raises.
     """
@@ -56,7 +56,7 @@ class LayerState(HasFinishStep, LinkableLayer):
     comm: Comm
     placement: Placement
     has_own_router: bool
-    tokens: TokenEntry
+    token_entry: TokenEntry
     experts: nn.Module
     routed_experts: RoutedExperts
     ddp_check: DDPCheck
@@ -77,7 +77,7 @@ class LayerState(HasFinishStep, LinkableLayer):
         of what stands in the experts' place.
         """
         mark_experts(self.experts, self.comm.size)
-        self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
+        self.token_entry.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def extra_repr(self) -> str:
         """One line of sizes, for `print(model)`."""
@@ -211,7 +211,7 @@ class MoELayer(LayerState):
         config, place, sharing = place_experts(own.config, self.comm, own.router, own.experts,
                                                host=host, **where)
         self.config, self.placement = config, place
-        self.tokens = TokenEntry(config.model_dim, sharing)
+        self.token_entry = TokenEntry(config.model_dim, sharing)
         self.router = layer_router(config, place.comm, own.router, host.when_split(sharing),
                                    **where)
         self.experts = build_experts(config, place, host, own.experts, **where)
@@ -250,10 +250,10 @@ class MoELayer(LayerState):
         if built.reduced or not (
                 check.alone and torch.compiler.is_compiling() or check.passed):
             check(built, self)
-        if self.tokens.sharing is not None and not torch.compiler.is_compiling():
+        if self.token_entry.sharing is not None and not torch.compiler.is_compiling():
             self.follow_parameters()  # some may be trainable since the last call
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None
-        tokens = self.tokens.enter(x, token_mask, info, built.dtype)
+        tokens = self.token_entry.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
         kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
                 else self.capacity(routing, self.training))
@@ -268,7 +268,7 @@ class MoELayer(LayerState):
         if alongside is not None or routing.passthrough_T is not None:
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)
-        result = self.tokens.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
+        result = self.token_entry.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
         return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:

@@ -26,7 +26,8 @@ from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.utils.dtensors import is_sharded
 
 # what a layer has of its group; its router and experts are moved one by one
-_OF_THE_GROUP = ("comm", "config", "placement", "tokens", "routed_experts", "capacity", "ddp_check")
+_OF_THE_GROUP = ("comm", "config", "placement", "token_entry", "routed_experts", "capacity",
+                 "ddp_check")
 Positions = Sequence[int]  # by rank of the world, its rank in its expert-parallel group
 
 

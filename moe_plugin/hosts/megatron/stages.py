@@ -76,7 +76,7 @@ class Stages:
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
         traffic = TrafficMeter(moe.comm.counters)
-        tokens = moe.tokens.enter(hidden_states, real_SB, info, moe.experts.dtype)
+        tokens = moe.token_entry.enter(hidden_states, real_SB, info, moe.experts.dtype)
         routing = moe.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
         if routing.passthrough_T is not None:
             raise ValueError(
@@ -142,7 +142,7 @@ class Stages:
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)
-        y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
+        y, _ = moe.token_entry.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
         stats = moe.routed_experts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
         self._observe(MoEOutput(y, {}, stats))
         return y if shared_expert_output is None else y + shared_expert_output
