@@ -42,8 +42,8 @@ from moe_plugin.dispatch.pieces import (
     order_by_piece,
     shares_along,
 )
-from moe_plugin.dispatch.ragged import spilled
 from moe_plugin.dispatch.rows import positions
+from moe_plugin.dispatch.spill import spilled
 from moe_plugin.kernels import combine_rows, gather_rows, weigh_rows
 from moe_plugin.kernels.choices import expert_load
 from moe_plugin.planner.spill import SpillPlan
