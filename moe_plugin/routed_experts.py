@@ -1,5 +1,6 @@
-"""`RoutedExperts`: the path of tokens behind a router, of `MoELayer` and of models that route by
-themselves.
+"""`RoutedExperts`: the part of a Mixture-of-Experts layer that follows the router.
+
+`MoELayer` uses it, and so do models that have their own router, such as those of transformers.
 """
 
 from __future__ import annotations
@@ -38,50 +39,59 @@ from moe_plugin.tuning.timer import Timed
 
 STATE_VERSION = 1
 
-# read by the parts of a layer that are not on this path
+# settings that are read by the router or the capacity, which such a model does not use
 _UNREAD = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
            "dispatch.eval_token_fraction", "dispatch.equal_tokens", "parallel.replicas")
 
 
 def check_routed(config: MoEConfig, ranks: int) -> None:
-    """`ValueError` for settings that `RoutedExperts` of so many ranks would ignore, or with which
-    it would compute something else.
+    """Check the settings of a model that has its own router.
+
+    Args:
+        config: the settings.
+        ranks: the size of the expert-parallel group.
+    Raises:
+        ValueError: a setting would be ignored, or would change the result.
     """
     name = config.dispatch.name
     traits = dispatchers.get(name).traits
     for unfit, why in (
-            (traits.shares_tokens, "takes the tokens of all ranks for the same"),
-            (traits.fixed_slots, "needs a capacity, by which choices are dropped"),
-            (traits.bounded and ranks > 1, f"may have more rows than fit on one of {ranks} ranks, "
-             "which is not asked for here after a step")):
+            (traits.shares_tokens, "assumes that all ranks have the same tokens"),
+            (traits.fixed_slots, "needs a capacity and drops the tokens that exceed it"),
+            (traits.bounded and ranks > 1, f"can run out of buffer space on one of {ranks} ranks, "
+             "and nothing checks for this after a step of such a model")):
         if unfit:
-            raise ValueError(f"dispatch.name={name!r} {why}: must be a dispatcher of exact rows "
-                             "where each rank brings tokens and their experts; use 'ragged'")
+            raise ValueError(f"dispatch.name={name!r} {why}, so it cannot be used in a model that "
+                             "has its own router. Use dispatch.name='ragged'")
     given, default = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
     for path in _UNREAD:
         check(given[path] == default[path], path, given[path],
-              f"{default[path]} where experts come with the tokens", "leave it out")
+              f"{default[path]} in a model that has its own router", "leave it out")
 
 
 class RoutedExperts:
-    """Selects the layout of a call, and runs it: plan, dispatch, experts, combine.
+    """The path of a token behind the router: select a layout, plan, dispatch, experts, combine.
 
-    It is not a module: who has it registers `experts`, so that parameters keep their names.
+    This class is not a `nn.Module`. Its owner registers the experts under the name `experts`, so
+    that checkpoints, FSDP and DDP see the same parameter names whoever owns the experts.
 
     Args:
-        config: the layer's.
-        placement: where its parameters are stored.
-        experts: that the layer was built with; adapters may stand in their place.
-        host: what the host knows of the layer.
+        config: the settings of the layer.
+        placement: the ranks that store each expert.
+        experts: the experts of this rank as they were built, without any adapter around them.
+        host: information from the host framework about the layer.
 
     Attributes:
-        layouts: what may be selected.
-        prefill: cuts the calls of evaluation by their load; None: nothing does.
+        layouts: all layouts that can be selected.
+        prefill: splits evaluation calls into pieces by their load. None if `parallel.prefill` is
+            off.
         fixed: the configured layout.
-        fixed_slots: whether slots are made, empty ones too, which need a capacity.
-        load_comm: the ranks whose loads differ: those that must agree on a capacity.
-        tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
-        self_balanced: see `LayerStats`; the layer says so.
+        fixed_slots: whether the dispatcher sends a fixed number of slots, which needs a capacity.
+        load_comm: the ranks that have different tokens and must agree on a capacity.
+        tuner: chooses the layout if `parallel.mode` is `auto` or `predicted`. None if the layout
+            is fixed.
+        self_balanced: whether the router balances the load without a loss (`LayerStats`). The
+            layer sets it.
     """
 
     self_balanced = False
@@ -106,57 +116,69 @@ class RoutedExperts:
                  experts: Callable[[MoEConfig, Placement], Experts], *,
                  dtype: torch.dtype | None = None,
                  agreed: Mapping[str, Any] = MappingProxyType({})) -> RoutedExperts:
-        """For a model that routes by itself and has its experts. Collective.
+        """Build the path for a model that has its own router and stores its own experts.
+
+        Collective over `comm`.
 
         Args:
-            config: sizes, `dispatch`, `parallel`, `comm`, `tuner` and `experts.compute` are read.
-            comm: the expert-parallel group. An expert's gradient is the sum over the tokens of all
-                its ranks, as of `MoELayer`.
-            experts: `experts(config, placement)` makes what computes this rank's experts.
-            dtype: of the parameters.
-            agreed: see `HostContext`.
+            config: the settings. Sizes, `dispatch`, `parallel`, `comm`, `tuner` and
+                `experts.compute` are used.
+            comm: the expert-parallel group. The gradient of an expert is the sum over the tokens
+                of all ranks of this group.
+            experts: a function `experts(config, placement)` that returns the experts of this rank.
+            dtype: the dtype of the parameters. Defaults to torch's default dtype.
+            agreed: further values that must be equal on all ranks, by name (`HostContext`).
         Raises:
-            ValueError: config, group and experts do not fit together, or differ between ranks; see
-                `check_routed`.
+            ValueError: a setting is not allowed (`check_routed`), the settings, the group and the
+                experts are not compatible, or the ranks have different settings.
         """
         check_routed(config, comm.size)
-        # on the meta device, because the experts have their memory already
+        # the meta device, because the model has already allocated the experts
         host = HostContext(agreed=agreed)
         config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", host=host)
         return cls(config, place, experts(config, place), host)
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """Each token's experts, weighted and summed.
+        """Compute the weighted sum of each token's experts, for tokens that are already routed.
 
         Args:
-            x_TD: [T, D] tokens of this rank; any number, also none.
-            ids_TK: int64 [T, K], global indices of experts; -1: no expert.
-            weights_TK: floating-point [T, K]; 0 where there is no expert.
-            training: layouts are tuned, and evaluation's settings are not read.
-        Returns: [T, D] in x's dtype.
+            x_TD: [T, D] tokens of this rank. T may be zero and may differ between ranks.
+            ids_TK: int64 [T, K], the global indices of the experts. -1 means no expert.
+            weights_TK: floating-point [T, K], the weight of each expert. It must be 0 where there
+                is no expert.
+            training: whether this is a training call. Layouts are tuned in training calls only.
+        Returns: the outputs [T, D] in the dtype of `x_TD`.
         Raises:
-            ValueError: ids_TK names an expert that does not exist; see `check_range`.
-            CommError: a collective failed or timed out; it names rank, collective and sizes.
+            ValueError: `ids_TK` contains an index of an expert that does not exist.
+            CommError: a collective failed or timed out. The message names the rank, the collective
+                and the sizes.
         """
         last = self.placement.experts - 1
         check_range(ids_TK, -1, last, f"ids_TK has experts {{}}..{{}}: must be in 0..{last}, or -1 "
-                    "for no expert; give the numbers of this model's experts")
+                    "for no expert. Pass indices of this model's experts")
         wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
         none = torch.zeros((), device=x_TD.device)
         routing = Routing(ids_TK, weights_TK.to(wide), None, {}, none, none.long())
         kept = KeptRouting(routing, None, None, routing)
         layout, kept = self.select(kept, None, training)
         if self.tuner is not None and not torch.compiler.is_compiling():
-            self.tuner.pop_decisions()  # which logs them
+            self.tuner.pop_decisions()  # there are no statistics to carry them; this logs them
         return self.run(self.experts, layout, x_TD, kept)[0]
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None,
                training: bool) -> tuple[LayerLayout, KeptRouting]:
-        """The layout of this call, the same on all ranks; the routing, with what ranks agreed on.
+        """Select the layout of a call, the same on all ranks.
 
-        choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
-        configured, because a choice reads loads and times on the host.
+        Under `torch.compile` the configured layout is used, because the tuner reads loads and times
+        on the host.
+
+        Args:
+            kept: the routing after the capacity was applied.
+            choice: the layout requested by the caller. None to use the tuned or configured layout.
+            training: whether this is a training call.
+        Returns: the layout, and the routing, which then includes the numbers of rows if the ranks
+            had to exchange these numbers to select the layout.
         """
         if transformed():
             self._check_transform()
@@ -178,18 +200,21 @@ class RoutedExperts:
 
     def run(self, experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
             alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-        """Plan, dispatch, experts, combine; outside of a graph of `torch.compile` that cannot hold
-        it.
+        """Run plan, dispatch, experts and combine.
+
+        If the layout cannot be traced, `torch.compile` breaks its graph around this method.
 
         Args:
-            experts: of the layer, or what stands in their place.
-            layout, kept: of `select`.
+            experts: the experts of this rank, or an adapter that wraps them.
+            layout: the layout returned by `select`.
             x_TD: [T, D] tokens of this rank.
-            alongside: done while rows are on their way.
-        Returns: (tokens' results [T, D], rows that this rank's experts computed).
+            kept: the routing returned by `select`.
+            alongside: work to do after the rows were sent and before the experts compute.
+        Returns: the results of the tokens [T, D], and the number of rows that the experts of this
+            rank computed.
         """
         if torch.compiler.is_compiling() and not layout.compiles:
-            from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
+            from moe_plugin.tuning.uncompiled import uncompiled  # loads the compiler
 
             y_TD, computed = uncompiled(RoutedExperts.run, self, experts, layout, x_TD, kept,
                                         alongside)
@@ -204,39 +229,42 @@ class RoutedExperts:
         return dispatcher.combine(sent, plan), plan.rows
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
-        """See `Dispatcher.start_sizes`; of the layout that the next call probably has. One that
-        then runs in another layout agrees again. None: nothing was begun.
+        """Start to exchange the sizes of the next call (`Dispatcher.start_sizes`).
+
+        The exchange assumes that the next call uses the current layout. A call that runs in another
+        layout exchanges its sizes again. Returns None if nothing was started.
         """
         if self.prefill is not None and not training:
             return None
         return self.layouts.at(self.current).dispatcher.start_sizes(routing)
 
     def move_row_limit(self) -> None:
-        """After they moved to another device: what is none of them, but lies where they do."""
+        """Move the row limit to the device of the parameters, after these were moved."""
         limit, anchor = self.layouts.limit, self.experts.anchor
         if limit is not None and anchor is not None:
             limit.to(anchor.device)
 
     @property
     def current(self) -> LayoutChoice:
-        """The layout of the latest call that was not given one, or of the next if there is none."""
+        """The layout of the latest call without a requested layout, or of the first such call."""
         return self.layouts.fixed if self.tuner is None else self.tuner.current
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
               traffic: TrafficMeter | None) -> LayerStats:
-        """What happened in a call.
+        """Return the statistics of a call.
 
         Args:
-            layout, kept: of the call.
-            rows: see `DispatchPlan`.
-            traffic: what this rank sent; None: it is alone.
+            layout: the layout of the call.
+            kept: the routing of the call.
+            rows: the number of rows that the experts of this rank computed (`DispatchPlan`).
+            traffic: the traffic of this rank. None if the group has one rank.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         load_KE = known_load(routing)[0]
         if load_KE is None:
             load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
         kept_KE, chosen_KE = load_KE, None
-        if routing.undropped_TK is not None:  # the router dropped some of them itself
+        if routing.undropped_TK is not None:  # the router itself has dropped some choices
             load_KE = expert_load(routing.undropped_TK, experts, per_choice=True)
         if after is not routing:
             kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
@@ -259,14 +287,16 @@ class RoutedExperts:
             self_balanced=self.self_balanced)
 
     def finish_step(self) -> None:
-        """After an optimizer step, on all ranks."""
+        """Update the replicated experts after an optimizer step. Collective."""
         if self.layouts.replicas is not None:
             self.layouts.replicas.finish_step()
 
     @contextmanager
     def with_fixed_layout(self) -> Iterator[None]:
-        """The fixed layout inside, and no replicas that earlier steps placed: whatever ranks have
-        seen and measured, the same bits.
+        """Use the configured layout and no replicated experts inside the `with` block.
+
+        Results inside the block are bitwise reproducible, because they do not depend on earlier
+        measurements and loads.
         """
         tuner, replicas = self.tuner, self.layouts.replicas
         self.tuner = None
@@ -277,7 +307,7 @@ class RoutedExperts:
             self.tuner = tuner
 
     def state(self) -> dict[str, Any]:
-        """Where the local experts come from; also what a tuner learned, and who has replicas."""
+        """Return the origin of this rank's experts, the state of the tuner, and the replicas."""
         place, more = self.placement, {}
         if self.layouts.replicas is not None:
             more["replicas"] = self.layouts.replicas.standing.state()
@@ -289,13 +319,17 @@ class RoutedExperts:
                 "ep_rank": place.comm.rank, **more}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
+        """Load the state returned by `state`. The tuner and replica states are optional.
+
+        Raises:
+            ValueError: the checkpoint contains the experts of another rank.
+        """
         for key, mine in {"shards": None, **self.state()}.items():
             if key not in ("tuner", "replicas") and state.get(key) != mine:
                 raise ValueError(
-                    f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it "
-                    "with the same number of experts, expert-parallel ranks and shards, or reshard "
-                    "it with moe_plugin.checkpoint.reshard")
+                    f"the checkpoint has {key}={state.get(key)}, this layer has {key}={mine}. Load "
+                    "the checkpoint with the same number of experts, expert-parallel ranks and "
+                    "shards, or convert it with moe_plugin.checkpoint.reshard")
         if self.tuner is not None and state.get("tuner") is not None:
             self.tuner.load_state(state["tuner"])
         if self.layouts.replicas is not None and state.get("replicas") is not None:
