@@ -124,6 +124,6 @@ def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tenso
     if losses and not terms and any(weights.values()):
         raise ValueError(
             f"there are weights for {', '.join(name for name in weights if weights[name])}, but "
-            f"the losses are {', '.join(losses)}. At least one loss needs a weight; pass weights for "
-            "these names, such as layer.config.losses")
+            f"the losses are {', '.join(losses)}. At least one loss needs a weight; pass weights "
+            "for these names, such as layer.config.losses")
     return sum(terms, torch.zeros(()) if not losses else next(iter(losses.values())).new_zeros(()))

@@ -122,6 +122,6 @@ def test_rows_sent_once_are_refused(send: str) -> None:
         if comm.rank == 0:  # the ranks are threads, of which one may export at a time
             torch.export.export(layer, (torch.randn(4, WIDTH),))
 
-    with pytest.raises(ValueError, match=f"dispatch.send='{send}' does not fit torch.export, "
-                       "which traces no exchange of pairs: export with dispatch.send='rows'"):
+    with pytest.raises(ValueError, match=f"does not support dispatch.send='{send}'. "
+                       "Export the layer with dispatch.send='rows'"):
         run_simulated(2, rank)

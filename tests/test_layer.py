@@ -59,7 +59,7 @@ def test_wrong_inputs(x: torch.Tensor, mask: torch.Tensor | None, words: str) ->
                                                  (torch.float32, torch.bfloat16)])
 def test_input_of_another_dtype(layer_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     with pytest.raises(ValueError,
-                       match=f"input of dtype {x_dtype} does not fit: must be {layer_dtype}"):
+                       match=f"has dtype {x_dtype}, but the experts have dtype {layer_dtype}"):
         MoELayer(config(), dtype=layer_dtype)(torch.randn(4, 8, dtype=x_dtype))
 
 

@@ -1,7 +1,8 @@
-"""`LayerLayout`: one layout of a layer, ready for calls.
+"""`LayerLayout`: one way to bring tokens and expert parameters together in a call.
 
-r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks each; see
-`comm.placement.Placement` and docs/adaptive.md.
+With r = 0 the parameters of all experts are gathered and the tokens stay on their rank. With
+r >= 1 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
+docs/adaptive.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moe_plugin.utils.machine import exporting
 
 
 class LayoutExperts(Protocol):
-    """The part of `moe_plugin.experts.Experts` that a layout uses, described there."""
+    """The interface of experts that a layout uses. `moe_plugin.experts.Experts` documents it."""
 
     later: LaterGrads | None
     stored: bool
@@ -47,21 +48,22 @@ class LayoutExperts(Protocol):
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One choice, made ready for calls of a layer.
+    """A layout of a layer, ready for calls.
 
     Attributes:
-        choice: what it was made from.
-        dispatcher: moves rows.
-        experts: of the layer.
-        strategy: computes rows; None: as the experts are configured.
-        gather: ranks whose parameters this one gathers before it computes; None: it has what it
-            needs.
-        gathered_shards: consecutive ranks of `gather` that hold shards of one expert.
+        choice: the choice that describes the layout.
+        dispatcher: sends the rows and brings their results back.
+        experts: the experts of this rank, without any adapter around them.
+        strategy: the function that computes rows. None to use the configured strategy.
+        gather: the ranks whose parameters are gathered before the experts compute. None if the
+            stored parameters are enough.
+        gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.
         first_shard: the first shard that this rank has after gathering.
-        stash: pages for what backward needs; None: autograd keeps it.
-        label: see `LayoutChoice`.
-        pieces: in which rows travel and are computed.
-        plain: experts compute what arrives as they are configured, with what they store.
+        stash: the pages that store the rows needed in backward. None if autograd stores them.
+        label: the label of the choice (`LayoutChoice.label`).
+        pieces: the number of pieces in which rows are sent and computed.
+        plain: whether the experts compute all rows with their stored parameters and their
+            configured strategy, in one piece and without pages.
     """
 
     choice: LayoutChoice
@@ -77,7 +79,7 @@ class LayerLayout:
     plain: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
+        object.__setattr__(self, "label", self.choice.label)  # read in each call
         object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
         object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
                            and self.pieces == 1)
@@ -86,36 +88,40 @@ class LayerLayout:
     def compiles(self) -> bool:
         """Whether `torch.compile` may trace plan, dispatch, experts and combine.
 
-        Where `plan` reads rows by expert on the host, or experts are fetched, every new load would
-        be compiled again. `torch.export` makes one program for any load.
+        If the host reads the numbers of rows, or fetches experts, each new load would trigger
+        another compilation, so such a layout is not traced. `torch.export` always traces, because
+        it needs one program for all loads.
 
         Raises:
-            ValueError: `torch.export` of experts that are fetched.
+            ValueError: `torch.export` cannot trace this layout.
         """
         if exporting():
             self._check_export()
             return True
         traits = self.dispatcher.traits
-        # pairs travel by exchanges that no graph holds
+        # there is no traceable operator for the exchange of pairs (`dispatch.bundles`)
         return (self.experts.traceable and self.choice.send == "rows"
                 and (traits.fixed_slots or traits.bounded))
 
     def _check_export(self) -> None:
         if not self.experts.traceable:
             raise ValueError(
-                f"{type(self.experts).__name__} are fetched by the host, which an exported program "
-                "has none of: must be on the device; export with experts.store=device")
+                f"torch.export does not support {type(self.experts).__name__}, because the host "
+                "fetches the experts. Export the layer with experts.store=device")
         if self.choice.send != "rows":
-            raise ValueError(f"dispatch.send={self.choice.send!r} does not fit torch.export, which "
-                             "traces no exchange of pairs: export with dispatch.send='rows'")
+            raise ValueError(f"torch.export does not support dispatch.send={self.choice.send!r}. "
+                             "Export the layer with dispatch.send='rows'")
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
                  anchored: bool = True) -> Sent:
-        """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
+        """Send the rows of tokens [T, D] to their experts (`Dispatcher.dispatch`).
 
         Args:
-            experts: of the layer, or what stands in their place.
-            anchored: False where all ranks' tokens have gradients, or none's.
+            x_TD: [T, D] tokens of this rank.
+            plan: the plan of this call.
+            experts: the experts of this rank, or an adapter that wraps them.
+            anchored: whether a parameter connects the exchanges to the autograd graph. May be
+                False if either all ranks or no rank needs gradients of the tokens.
         """
         anchor = None
         if experts is not self.experts:
@@ -124,32 +130,34 @@ class LayerLayout:
             anchor = self.experts.anchor
         if self.plain and self.experts.later is None:
             return self.dispatcher.dispatch(x_TD, plan, anchor)
-        parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
+        # may gather parameters, which all ranks do before they send rows
+        parameters, strategy = self._parameters(experts), self.strategy
         sent = self.dispatcher.dispatch(x_TD, plan, anchor)
         arriving = sent.arriving
         sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """A parameter that is trained where one of an adapter's is.
+        """Return a trainable parameter of an adapter, or else the anchor of the experts.
 
         Raises:
-            ValueError: what stands in the experts' place does not reach all that compute them.
+            ValueError: other code computes the experts without the adapter.
         """
         if self.experts.stored or self.choice.spill != "never":
-            what = ("experts outside the device" if self.experts.stored else
+            what = ("experts stored outside the device" if self.experts.stored else
                     f"parallel.spill={self.choice.spill!r}")
             raise ValueError(
-                f"{type(experts).__name__} in the place of a layer's experts does not fit {what}, "
-                "where others compute with their parameters: must be experts on the device and "
-                "parallel.spill='never'; merge the adapter first, or set them so")
+                f"{type(experts).__name__} wraps a layer's experts, which does not fit {what}, "
+                "because their parameters are then used without the adapter. Merge the adapter "
+                "first, or use experts.store=device and parallel.spill='never'")
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """What all pieces compute with, and share their gradients; None: what is stored."""
+        """Return the parameters for all pieces of a call. None to use the stored parameters."""
         more: dict[str, object] = {}
-        # exchanges of the other pieces run next to their matmuls, or those of another micro-batch,
-        # which weight gradients that are left for later wait for: kernels leave them processors
+        # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
+        # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all
+        # pieces, and kernels leave processors free for the exchanges.
         if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
             more["sums"] = GradSums()
         if self.stash is not None and may_keep():
@@ -167,6 +175,6 @@ class LayerLayout:
 
 def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
                    work: ExpertRows) -> ExpertRows:
-    """The same rows; borrowed experts come with parameters of their own."""
+    # rows of borrowed experts arrive together with the parameters of these experts
     own = parameters if work.parameters is None else work.parameters
     return ExpertRows(work.x, work.rows, own, strategy, work.started)

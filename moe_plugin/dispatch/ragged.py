@@ -1,7 +1,18 @@
-"""Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data.
+"""The dispatchers `ragged`, `padded` and `parm_s2`.
 
-The host waits for the device once, for the counts, before any row leaves; in backward never. The
-exchange of counts may begin as soon as choices are known.
+`ragged` sends exactly the rows that were routed, without padding. The ranks exchange the numbers of
+rows before the rows. The host waits for the device once per call, for these numbers, and never in
+backward. The exchange of the numbers may start as soon as the choices are known.
+
+`padded` sends C slots per expert and source rank in an even all-to-all. The host does not wait,
+because all sizes follow from the capacity (`routing.capacity`). Computing the capacity may itself
+require a wait (docs/synchronization.md).
+
+`parm_s2` is Parm's schedule S2. N ranks have the same tokens, route all of them, and divide the
+slots: each rank sends 1/N of the slots of every expert to all shards of the expert. The returned
+rows are gathered over the N ranks, then weighted and summed. (Schedule S1 divides the tokens before
+the router and works with any other dispatcher, see `dispatch.token_entry`.) Source: Pan et al. 2024
+(Parm); k f T D elements are gathered.
 """
 
 from __future__ import annotations
@@ -36,26 +47,16 @@ from moe_plugin.records import KeptRouting, Routing
 from moe_plugin.utils.machine import start_to_host
 
 
-# Padded dispatch: C slots per expert and source rank; even all-to-all.
-#
-# The host waits for no device: all sizes follow from the capacity (`routing.capacity`), which may
-# have cost a wait itself. See docs/synchronization.md.
-#
-# Parm's schedule S2: N ranks hold the same tokens, route all of them and share out the slots. Each
-# sends 1/N of every expert's slots through the all-to-all, to all shards of the expert at once; the
-# rows that come back are gathered over the N ranks, then weighted and summed. (Schedule S1 splits
-# the
-# tokens before they are routed, with any other dispatcher; see `dispatch.token_entry`.) Source: Pan
-# et al. 2024 (Parm); k f T D elements gathered.
 @dispatchers.register("padded")
 class PaddedDispatcher(ExchangeDispatcher):
-    """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], full-height matmuls.
+    """A dispatcher with fixed slots. The exchange turns [E, C, D] into [L, W*C, D] (Tutel's
+    flexible layout), so that each expert computes one large matmul.
     """
 
     traits = DispatchTraits(fixed_slots=True, supports_pieces=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. Needs slots and a capacity; empty slots are rows of zeros."""
+        """See `Dispatcher`. Empty slots are rows of zeros."""
         slots_TK, capacity = fixed_slots(kept)
         ids_TK, weights_TK = expand(self.placement, kept.routing, slots_TK)
         slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
@@ -65,8 +66,8 @@ class PaddedDispatcher(ExchangeDispatcher):
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(PaddedDispatcher):
-    """Parm S2: fixed slots, shared after the gate by `parallel.replicas` ranks with the same
-    tokens.
+    """A dispatcher whose fixed slots are divided among `parallel.replicas` ranks with the same
+    tokens (Parm S2).
     """
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)
@@ -76,24 +77,26 @@ class ParmS2Dispatcher(PaddedDispatcher):
         return self.placement.replicas.size if self.placement.replicas is not None else 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """This replica's part of every expert's slots."""
+        """Return this replica's part of the slots of every expert."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else split(rows_ND, replicas)
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """All replicas' parts; what is summed from them is equal on all ranks with these tokens."""
+        """Gather the parts of all replicas, so that their outputs are equal."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else gather(rows_ND, replicas)
 
 
 @dataclass(eq=False)
 class SentSizes:
-    """The numbers of rows of one call, on their way.
+    """The numbers of rows of one call, while the ranks exchange them.
 
     Attributes:
-        owner: the dispatcher that began it; of one with another placement they are of no use.
-        order_N: the choices by expert, see `sort_by_expert`.
-        most_tokens: the tokens of the rank with most; `rows` sets it, where they were sent.
+        owner: the dispatcher that started the exchange. A dispatcher with another placement cannot
+            use the result.
+        order_N: int64 [N], the choices sorted by expert (`sort_by_expert`).
+        most_tokens: the largest number of tokens of any rank. Set by `rows`, if the exchange
+            includes it.
     """
 
     owner: object
@@ -105,8 +108,9 @@ class SentSizes:
     most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows to and from each rank, by the receiver's local expert. The host waits for their copy
-        from the device, and for no work that was launched later.
+        """Return the rows to each rank and from each rank, by the receiver's local expert.
+
+        The host waits for the numbers, but not for work that was launched after the exchange.
         """
         if self._rows is None:
             found = self._arriving().view(self._shape).tolist()
@@ -118,7 +122,7 @@ class SentSizes:
 
 
 def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
-    """Exchange the numbers of rows of a call; see `start_sizes`."""
+    """Exchange the numbers of rows of a call. See `start_sizes` for the arguments."""
     order_N, send_V = _sorted(place, ids_TK, routing)
     both_2V = torch.stack([send_V, place.comm.all_to_all(send_V)])
     return SentSizes(owner, order_N, (2, place.comm.size, place.local), lambda: both_2V,
@@ -127,13 +131,17 @@ def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routi
 
 def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing,
                 tokens: bool = False) -> SentSizes:
-    """Begin to exchange the numbers of rows of a call. All ranks begin theirs in the same order.
+    """Start to exchange the numbers of rows of a call.
+
+    All ranks must start their exchanges in the same order.
 
     Args:
-        owner: the dispatcher.
-        ids_TK: over shards of experts, see `dispatch.base.expand`.
-        routing: that they are of.
-        tokens: each rank's number of tokens travels along; see `SentSizes.most_tokens`.
+        owner: the dispatcher of the call.
+        place: the ranks that store each expert.
+        ids_TK: int64, the choices over shards of experts (`dispatch.base.expand`).
+        routing: the routing of the call.
+        tokens: whether the ranks also exchange their numbers of tokens
+            (`SentSizes.most_tokens`).
     """
     order_N, send_V = _sorted(place, ids_TK, routing)
     if tokens:
@@ -141,10 +149,10 @@ def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routin
         own_W1 = each_WL.new_full((place.comm.size, 1), ids_TK.shape[0])
         send_V = torch.cat([each_WL, own_W1], 1).flatten()
     wait = place.comm.start_all_to_all(send_V)
-    if send_V.device.type == "cpu":  # ranks meet while this one computes
+    if send_V.device.type == "cpu":  # the exchange runs while this rank computes
         def arriving() -> Tensor:
             return torch.stack([send_V, wait()])
-    else:  # the exchange is in the device's queue, and so is the copy behind it
+    else:  # both the exchange and the copy to the host are queued on the device
         arriving = start_to_host(torch.stack([send_V, wait()]))
     shape = 2, place.comm.size, place.local + tokens
     return SentSizes(owner, order_N, shape, arriving, place.local)
@@ -157,7 +165,8 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher):
-    """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
+    """A dispatcher that sends exactly the routed rows: sort by expert, exchange of counts, uneven
+    all-to-all. Sources: FastMoE, MegaBlocks.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True,
@@ -169,11 +178,11 @@ class RaggedDispatcher(ExchangeDispatcher):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. Rows of borrowed experts lie apart."""
+        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
+        """See `Dispatcher`. Costs one exchange of counts and one copy from device to host."""
         place = self.placement
         if self.planner is not None:
             return spilling_plan(kept, place, self.overlap, self.planner)

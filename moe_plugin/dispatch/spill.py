@@ -1,9 +1,9 @@
-"""Rows that spill: other ranks than the owner compute some of an expert's rows.
+"""Spilling: ranks other than the owner of a busy expert compute some of its rows.
 
-With a planner (`planner.spill`), other ranks than the owner may compute an expert's rows. Every
-rank learns how many rows every rank has for every expert, so all make the same plan from the loads
-of this very call; a recomputation that repeats the routing repeats the plan. Rows travel in one
-exchange, as without a plan: a borrowed expert is one more local expert, after the stored ones.
+The ranks exchange how many rows every rank has for every expert, so that all ranks compute the same
+plan (`planner.spill`) from the loads of this call. A recomputation that repeats the routing repeats
+the plan. The rows travel in one exchange, as without spilling: a rank treats a borrowed expert as
+one more local expert, which follows the stored experts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class SpillingPlan(ExchangePlan):
-    """An exchange whose rows by local expert are those of the stored experts and, after them, those
-    of up to `spill.most_guests` borrowed ones.
+    """The plan of an exchange with borrowed experts.
 
-    spill: who computes what; None: every rank its own experts' rows, and no others.
+    The local experts of a rank are its stored experts, followed by up to `spill.most_guests`
+    borrowed experts.
+
+    Attributes:
+        spill: which rank computes which rows. None if every rank computes only the rows of its
+            stored experts.
     """
 
     spill: SpillPlan | None = None
@@ -37,8 +41,13 @@ class SpillingPlan(ExchangePlan):
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
                   planner: SpillPlanner) -> SpillingPlan:
-    """The plan of one call, the same on all ranks. One exchange of counts, and one copy of them
-    from device to host.
+    """Return the plan of one call. Costs one exchange of counts and one copy to the host.
+
+    Args:
+        kept: the routing of the call.
+        place: the ranks that store each expert.
+        overlap: the number of pieces of the exchange.
+        planner: decides which rank computes which rows.
     """
     ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
@@ -60,11 +69,12 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """(choices by expert, see `sort_by_expert`; rows by source rank and expert; the plan of all
-    ranks, None: every rank computes its own experts' rows).
+    """Return the choices sorted by expert, the rows by source rank and expert, and the plan.
+
+    The plan is None if every rank computes the rows of its own experts.
     """
     order_N, send_V = sort_by_expert(ids_TK, place.virtual)
-    # an all-gather in one step instead of a ring's
+    # an all-to-all of repeated counts replaces an all-gather, whose ring needs several steps
     every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
     counts_WV = every_V.view(place.comm.size, -1).tolist()
     spill = planner(counts_WV)
@@ -73,12 +83,16 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
 
 def spilled(ids_TK: Tensor, place: Placement,
             planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """(rank * G + its local expert of each choice, int64 [T, K]; G; the plan, None: nothing spills)
-    of ranks that have G experts each, those that they borrow behind the stored ones.
+    """Return the rank and local expert that compute each choice, for dispatch that sends rows once.
 
-    Collective: one exchange of counts, and one copy of them from device to host.
+    Collective. Costs one exchange of counts and one copy from device to host.
 
-    ids_TK: int64 expert shards; -1: none, there and here.
+    Args:
+        ids_TK: int64 [T, K], the expert shard of each choice. -1 means no expert.
+        place: the ranks that store each expert.
+        planner: decides which rank computes which rows.
+    Returns: rank * G + local expert of each choice, int64 [T, K], or -1; the number G of stored
+        and borrowed experts per rank; and the plan, or None if nothing spills.
     """
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
     if spill is None:
@@ -95,7 +109,7 @@ def spilled(ids_TK: Tensor, place: Placement,
 
 
 class _Tables:
-    """Rows of a plan by source rank, target rank and the target's local expert, on the host."""
+    """The numbers of rows of a plan by source rank, target rank and the target's local expert."""
 
     def __init__(self, spill: SpillPlan) -> None:
         self.spill, self.width = spill, spill.most_guests
@@ -103,7 +117,7 @@ class _Tables:
         self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
 
     def row(self, source: int, target: int) -> list[int]:
-        """Rows from one rank to another by its stored experts, then by those that it borrows."""
+        """Return the rows from `source` to `target`, by stored and then by borrowed expert."""
         local, counts = self.spill.local, self.spill.counts_WV[source]
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]
                   for e in range(target * local, (target + 1) * local)]
@@ -111,9 +125,10 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Choices of `source` by expert to choices by (target, its local expert); int64 [N].
+        """Reorder the choices of `source`, int64 [N], from expert to (target, local expert).
 
-        An expert's rows are cut into runs for the ranks that compute them, in the order of ranks.
+        The rows of an expert are divided into consecutive runs for the ranks that compute them, in
+        the order of the ranks.
         """
         starts = [0, *accumulate(self.spill.counts_WV[source])]
         runs: list[tuple[int, int]] = []
@@ -130,7 +145,7 @@ class _Tables:
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs (start, length) of which each follows on the one before are put together."""
+    """Merge runs (start, length) that are adjacent."""
     merged: list[tuple[int, int]] = []
     for start, rows in runs:
         if merged and sum(merged[-1]) == start:
@@ -141,5 +156,5 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """The runs (start, length) of order_N one after another, then what is behind `total`."""
+    """Concatenate the runs (start, length) of order_N, and the rest that follows `total`."""
     return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])
