@@ -23,7 +23,7 @@ class LayerStats:
         load_KE: int64 [K, E], the number of tokens with expert e as their j-th choice, before any
             choice was dropped.
         kept_KE: int64 [K, E], the same numbers after choices were dropped.
-        entropy: the mean entropy of the router's distribution (`Routing.entropy`).
+        entropy: the mean entropy of the router's scores in nats (`Routing.entropy`).
         tokens: the number of real tokens (`Routing.tokens`).
         losses: the raw losses by name, detached from the graph.
         bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass. It
@@ -44,7 +44,7 @@ class LayerStats:
             report by 1/copies.
         router: the name of the router that was used (`Routing.router`).
         chosen_KE: int64 [K, E]. Like `load_KE`, but before the second-expert policy dropped any
-            choices. None if the router has no such policy.
+            choices. None if no choice was dropped by such a policy.
         store: counters of the experts that are stored outside the device (`StoreCounters`), and
             the size of the cached experts as `resident_bytes`. Empty without such a store.
         self_balanced: whether the router balances the load without a loss

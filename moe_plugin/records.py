@@ -179,10 +179,10 @@ class ExpertRows:
 
 
 class ParameterRequest:
-    """Passed to experts in the place of rows: they return `local_parameters`.
+    """A request that experts accept instead of rows, and answer with their `local_parameters`.
 
-    It goes through `forward` because an adapter that stands in the experts' place changes their
-    parameters only inside its own call.
+    The request passes through `forward`, because an adapter that wraps the experts changes their
+    parameters only while its own `forward` runs.
     """
 
 
