@@ -1,4 +1,4 @@
-"""Once to every node: `dispatch.once` in two hops, between nodes and inside them."""
+"""Rows that are sent once to each node: `dispatch.once` with a second exchange inside the node."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class NodePeers:
-    """Who sends rows between nodes to whom.
+    """The ranks that exchange rows between nodes.
 
     Attributes:
         here: the ranks of this node.
-        via: of each node, the rank to which this one sends.
-        entry: of each rank, to which rank of this node it sends.
-        sources: the ranks that send to this one.
+        via: for each node, the rank on it that receives rows from this rank.
+        entry: for each rank, the rank of this node that receives rows from it.
+        sources: the ranks that send rows to this rank.
     """
 
     here: Sequence[int]
@@ -43,7 +43,7 @@ class NodePeers:
 
     @classmethod
     def of(cls, comm: Comm) -> NodePeers:
-        """Ranks of equal place in their nodes; where a node has fewer, they take turns."""
+        """Pair ranks that have the same position in their nodes, modulo the size of the node."""
         topology = comm.topology
         place, here = topology.local_of, topology.peers(comm.rank)
         entry = [here[place[source] % len(here)] for source in range(comm.size)]
@@ -52,9 +52,9 @@ class NodePeers:
 
 
 class OnceToNodesDispatcher(OnceDispatcher):
-    """Once to every node, to one rank that sends it on; see `dispatch.once`.
+    """A dispatcher that sends a token's row once to each node, where one rank forwards it.
 
-    Attributes: `here`, `via`, `sources`: see `NodePeers`.
+    See `dispatch.once` and `NodePeers`.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -65,11 +65,11 @@ class OnceToNodesDispatcher(OnceDispatcher):
     def next_rank(self, rank_TK: Tensor) -> Tensor:
         topology = self.placement.comm.topology
         next_W = to_device([*(self.via[node] for node in topology.node_of), -1], rank_TK.device)
-        return next_W[rank_TK]  # of -1 the last one
+        return next_W[rank_TK]  # the last element is for -1
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """See `OnceDispatcher`. Pairs go on to the ranks of their experts, too."""
+        """See `OnceDispatcher`. The pairs are forwarded to the ranks of their experts, too."""
         place, sizes = self.placement, plan.agreed.inner[number]
         shard_RK = arrived.shards()
         rank_RK = torch.div(shard_RK, plan.width, rounding_mode="floor")
@@ -85,15 +85,16 @@ class OnceToNodesDispatcher(OnceDispatcher):
             Arrived.of(code_Q, weight_Q, sum(sizes.recv), shard_RK.shape[1]), anchor)
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """See `OnceDispatcher`. First between nodes, each rank's for the ranks of a node; then
-        inside them, the sums of what a rank will send on. The host reads after both.
+        """See `OnceDispatcher`. Exchanges sizes between nodes, and then sums inside the nodes.
+
+        The host reads once, after both exchanges.
         """
         comm, size = self.placement.comm, self.placement.comm.size
         pieces, columns = table_WPL.shape[1:]
         linear, each = algorithms.get("linear"), pieces * columns
         nodes = dict(zip(self.via, comm.topology.nodes, strict=True))
         header, send = [], [0] * size
-        for target in sorted(nodes):  # rows to the node, then the tables of its ranks
+        for target in sorted(nodes):  # the rows for the node, then the tables of its ranks
             header += [target]
             header += [size + rank * each + i for rank in nodes[target] for i in range(each)]
             send[target] = 1 + len(nodes[target]) * each
@@ -112,7 +113,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def _sizes(self, known: list[int], got: list[int], last: list[int], pieces: int,
                columns: int) -> Agreed:
-        """From what `agree` read."""
+        """Convert the numbers that `agree` has read."""
         size, here = self.placement.comm.size, self.here
         each = pieces * columns
         node_of = self.placement.comm.topology.node_of
