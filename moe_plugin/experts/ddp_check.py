@@ -106,9 +106,9 @@ def _refuse_new(experts: nn.Module) -> None:
         if parameter.requires_grad and not getattr(parameter, "reduced", False):
             raise ValueError(
                 f"gradients of the experts' {name!r} are not reduced over ranks, because the "
-                "parameter was replaced or became trainable after the model was wrapped. Parameters "
-                "are replaced by load_state_dict(assign=True), by copying a model, and by leaving "
-                "the meta device. Load and unfreeze parameters before ddp_model or "
+                "parameter was replaced or became trainable after the model was wrapped. "
+                "Parameters are replaced by load_state_dict(assign=True), by copying a model, and "
+                "by leaving the meta device. Load and unfreeze parameters before ddp_model or "
                 "fully_shard_model, and wrap a copy of the model again")
 
 

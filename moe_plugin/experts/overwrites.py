@@ -96,7 +96,8 @@ class OverwriteCheck:
     @torch.no_grad()
     def _exchange(self, now_N: Tensor, shared_N: Tensor, router: nn.Module | None) -> None:
         earlier_N = torch.zeros_like(shared_N) if self._shared_N is None else self._shared_N
-        # samples may be on another device if the layer was moved
+        # Samples may be on other devices: the layer may have moved since the last comparison, and
+        # the sample of a router without parameters is on the CPU.
         built, self._built_N = [] if self._built_N is None else [self._built_N], None
         mine_SN = torch.stack([sample_N.to(self.comm.device) for sample_N in
                                (self._before_N, now_N, earlier_N, shared_N, *built)])
