@@ -110,7 +110,7 @@ def test_a_layer_exports_with_all_that_it_returns(name: str) -> None:
 
 def test_experts_that_are_fetched_are_refused() -> None:
     layer = MoELayer(WIDTH, LocalComm(), num_experts=EXPERTS, experts_on="host").eval()
-    with pytest.raises(ValueError, match="must be on the device; export with experts.store=device"):
+    with pytest.raises(ValueError, match="Export the layer with experts.store=device"):
         torch.export.export(layer, (torch.randn(4, WIDTH),))
 
 

@@ -28,8 +28,7 @@ from moe_plugin.experts.base import use_current_names
 from moe_plugin.experts.ffn import PART_AXIS
 from moe_plugin.utils.dtensors import is_sharded
 
-# the key of a layer's extra state for the names of tensors that stay in float32 when others are
-# cast
+# key of a layer's extra state: the names of tensors that stay in float32 when others are cast
 FLOAT32 = "float32"
 
 # functions that copy an `ExpertPart`, or that allocate the target of a copy; they keep the class

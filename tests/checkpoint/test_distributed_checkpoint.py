@@ -210,7 +210,7 @@ def test_what_has_one_ranks_experts_is_refused(tmp_path: Path) -> None:
     for *local, custom in run_gloo(2, run_local, tmp_path):
         for said in local:
             assert "Pass it the results of get_model_state_dict(model)" in said
-        assert "use moe_plugin.checkpoint.save and load" in custom
+        assert "Use moe_plugin.checkpoint.save and load" in custom
 
 
 def run_as_ever() -> None:
