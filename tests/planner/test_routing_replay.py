@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_named(experts: int, ranks: int, said: str, tmp_pat
 
 
 def test_folders_without_choices(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no router_trace_rank"):
+    with pytest.raises(ValueError, match="contains no router_trace_rank"):
         calls_of(read_traces(tmp_path), 8, None)
     write(tmp_path, 2, lambda *_: [-1, -1])
     with pytest.raises(ValueError, match="no choice of an expert"):

@@ -22,7 +22,7 @@ from tests.hosts.fairseq.conftest import (
 from tests.hosts.stopped import own_lines, stopped
 
 _LONG = "--max-update 100000 --save-interval-updates 5 --no-epoch-checkpoints"
-_FIRST = r"first step: ([\d.]+ m?s), ([\d,]+) tokens/s; [\d,]+ steps left, .* if all take as long"
+_FIRST = r"first step: ([\d.]+ m?s), ([\d,]+) tokens/s; [\d,]+ steps left, .* at this speed"
 
 
 @pytest.fixture(scope="module")
