@@ -61,7 +61,7 @@ _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 
 @expert_kinds.register("ffn")
 class FFNExperts(Experts):
-    """Feed-forward experts: y = act(x w_in + bias_in) w_out + bias_out.
+    """A feed-forward network per expert: y = act(x w_in + bias_in) w_out + bias_out.
 
     The parameters are w_in_LDF, bias_in_LF, w_out_LFD and bias_out_LD. If an expert is split into S
     shards (`Placement`), F is hidden_dim / S, and bias_out has D / S columns. Shard j adds its bias
@@ -297,7 +297,7 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """Gated experts: y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out.
+    """A gated network per expert: y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out.
 
     With the activation silu this is SwiGLU (Shazeer 2020). `experts.clamp` limits both factors, and
     `experts.linear_offset` is added to the second factor (`kernels.expert_ffn.gated`).
