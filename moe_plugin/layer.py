@@ -269,9 +269,9 @@ class MoELayer(LayerState):
             top_k: the number of experts per token in this call. Defaults to the configured number.
             choice: the layout of this call; all ranks must pass the same value. Defaults to the
                 configured or tuned layout.
-            overlapped: a function without arguments that does not need the experts' results. It is
-                called before the experts compute; with `experts.shared_overlap` it runs while the
-                rows travel to their experts.
+            overlapped: a function without arguments that does not need the experts' results. The
+                layer calls it before the experts compute. With `experts.shared_overlap` the
+                function runs while the rows are sent to their experts.
         Returns: the output [..., D] in the dtype of `x`, the raw losses by name, and statistics.
         Raises:
             ValueError: a shape or a dtype is wrong.

@@ -22,7 +22,7 @@ class LayerStats:
     Attributes:
         load_KE: int64 [K, E], the number of tokens with expert e as their j-th choice, before any
             choice was dropped.
-        kept_KE: int64 [K, E], the same numbers after choices were dropped.
+        kept_KE: int64 [K, E]. Like `load_KE`, but after choices were dropped.
         entropy: the mean entropy of the router's scores in nats (`Routing.entropy`).
         tokens: the number of real tokens (`Routing.tokens`).
         losses: the raw losses by name, detached from the graph.
@@ -124,6 +124,6 @@ def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tenso
     if losses and not terms and any(weights.values()):
         raise ValueError(
             f"there are weights for {', '.join(name for name in weights if weights[name])}, but "
-            f"the losses are {', '.join(losses)}. At least one loss needs a weight; pass weights "
+            f"the losses are {', '.join(losses)}. At least one loss needs a weight. Pass weights "
             "for these names, such as layer.config.losses")
     return sum(terms, torch.zeros(()) if not losses else next(iter(losses.values())).new_zeros(()))

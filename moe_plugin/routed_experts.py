@@ -72,8 +72,8 @@ def check_routed(config: MoEConfig, ranks: int) -> None:
 class RoutedExperts:
     """The path of a token behind the router: select a layout, plan, dispatch, experts, combine.
 
-    This class is not a `nn.Module`. Its owner registers the experts under the name `experts`, so
-    that checkpoints, FSDP and DDP see the same parameter names whoever owns the experts.
+    `RoutedExperts` is not a `nn.Module`. The layer registers the experts as its own submodule
+    `experts`, so that checkpoints, FSDP and DDP see the parameters under short, stable names.
 
     Args:
         config: the settings of the layer.
@@ -145,8 +145,8 @@ class RoutedExperts:
         Args:
             x_TD: [T, D] tokens of this rank. T may be zero and may differ between ranks.
             ids_TK: int64 [T, K], the global indices of the experts. -1 means no expert.
-            weights_TK: floating-point [T, K], the weight of each expert. It must be 0 where there
-                is no expert.
+            weights_TK: floating-point [T, K], the weight of each expert. The weight must be 0 where
+                there is no expert.
             training: whether this is a training call. Layouts are tuned in training calls only.
         Returns: the outputs [T, D] in the dtype of `x_TD`.
         Raises:

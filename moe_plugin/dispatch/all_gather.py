@@ -98,10 +98,9 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens of any rank.
+    """Return the largest number of tokens of any rank, which the hosts exchange.
 
-    The hosts exchange the numbers. Over several nodes `agree_max` needs fewer rounds than an
-    all-reduce.
+    Over several nodes `agree_max` needs fewer rounds than an all-reduce.
     """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])

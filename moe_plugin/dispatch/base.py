@@ -118,7 +118,7 @@ class Dispatcher(ABC):
         must start their exchanges in the same order.
 
         Args:
-            routing: the routing of the call. Its `sizes` must be set to the result.
+            routing: the routing of the call. The caller must set `routing.sizes` to the result.
             tokens: whether the largest number of tokens of any rank is exchanged, too.
         Returns: the sizes under way (`dispatch.ragged.SentSizes`), or None if the dispatcher has
             nothing to exchange early.

@@ -240,7 +240,7 @@ class _GradTimes(torch.autograd.Function):
 class BoundedOnceDispatcher(ExchangeDispatcher):
     """A dispatcher that sends bounded rows once to each rank.
 
-    It is not registered, like `OnceDispatcher`.
+    The class has no registered name, like `OnceDispatcher`.
     """
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)

@@ -80,7 +80,7 @@ class Bundles:
     def sources(self, rows: int) -> Tensor:
         """Return the choice that each row is sent for, int64 [N] (`kernels.rows`).
 
-        It is the first choice of the token for this target.
+        Each row is sent for the first choice of its token for the row's target.
 
         Args:
             rows: the number N of rows.

@@ -1,7 +1,8 @@
 """The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
 
-They need the package `deep_ep`, which uses NVLink inside a node and RDMA between nodes. They were
-not measured on a GPU. `dispatch.token_exchange` contains the code that all such packages share.
+Both dispatchers need the package `deep_ep`, which uses NVLink inside a node and RDMA between nodes.
+Neither was measured on a GPU. `dispatch.token_exchange` contains the code that all such packages
+share.
 
 `deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
 `combine`), which versions 2.x still contain. `deepep_v2` uses the class `ElasticBuffer` of 2.1.0
@@ -66,7 +67,7 @@ class _Buffered(TokenExchange):
 
 
 class DeepEP(_Buffered):
-    """An exchange by `deep_ep.Buffer`."""
+    """An exchange that uses `deep_ep.Buffer`."""
 
     agrees = False
     later = {"async_finish": True}
@@ -90,7 +91,7 @@ class DeepEP(_Buffered):
 
 
 class ElasticDeepEP(_Buffered):
-    """An exchange by `deep_ep.ElasticBuffer`."""
+    """An exchange that uses `deep_ep.ElasticBuffer`."""
 
     later = {"async_with_compute_stream": True}
 

@@ -1,6 +1,6 @@
 """The dispatcher `hybridep`, which uses HybridEP (NVIDIA).
 
-It needs the branch `hybrid-ep` of DeepEP, installed as `deep_ep`. HybridEP occupies few processors
+The branch `hybrid-ep` of DeepEP must be installed as `deep_ep`. HybridEP occupies few processors
 of a GPU and uses NVLink and RDMA. The dispatcher was not measured on a GPU.
 
 The interface is `HybridEPBuffer` (commit 94a9f8f, July 2026). `dispatch_with_permute` returns one
@@ -57,7 +57,7 @@ class _Handle:
 
 
 class HybridEP(TokenExchange):
-    """An exchange by `deep_ep.HybridEPBuffer`."""
+    """An exchange that uses `deep_ep.HybridEPBuffer`."""
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)

@@ -1,7 +1,7 @@
 """The dispatcher `nccl_ep`, which uses NCCL's expert parallelism.
 
-It needs nccl4py with the module `nccl.ep`, which is experimental. The dispatcher was not measured
-on a GPU.
+The package nccl4py with its experimental module `nccl.ep` must be installed. The dispatcher was not
+measured on a GPU.
 
 The interface is `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0): `Group`, `Handle`, the algorithm
 `HIGH_THROUGHPUT`, the layout `FLAT`, and both pass directions. The host reads the numbers of rows
@@ -58,7 +58,7 @@ class _Lease:
 
 
 class NCCLExchange(TokenExchange):
-    """An exchange by `nccl.ep.Group`."""
+    """An exchange that uses `nccl.ep.Group`."""
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)

@@ -186,8 +186,8 @@ class OncePlan(ExchangePlan):
 class OnceDispatcher(ExchangeDispatcher):
     """A dispatcher that sends a token's row once to each rank.
 
-    It is not registered. `dispatch.send` selects it instead of a dispatcher that declares
-    `sends_once`.
+    The class has no registered name. The setting `dispatch.send` selects it instead of a dispatcher
+    that declares `sends_once`.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"), spills=True,

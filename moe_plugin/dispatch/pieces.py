@@ -7,7 +7,8 @@ belongs to piece floor(((i + 1) m - 1) / n).
 
 Sender and receiver compute the piece of an exact row from counts that both know. A table s of
 cumulative shares divides the n rows of each (source rank, expert, destination rank): piece c
-contains the rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]). There are three axes:
+contains the rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]). The axis is one of the
+following three.
 
 The axis `rows`: every piece contains the same share of the rows of each expert from each rank
 (Tutel).
@@ -112,7 +113,7 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
     """Return the division of rows into `number` pieces that are sent to other ranks.
 
     Args:
-        name: the axis, a key of `PIECE_AXES`. It has no effect with one piece.
+        name: the axis, a key of `PIECE_AXES`. The axis has no effect with one piece.
         number: the number of pieces.
         ranks: the number of ranks of the group.
         local: the number of experts on a rank.

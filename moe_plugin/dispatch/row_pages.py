@@ -151,7 +151,7 @@ class Pages:
 
 
 class Kept:
-    """Rows stored in pages.
+    """The rows of one call, stored in pages.
 
     The pages are freed when this object is deleted. So an autograd graph that is retained, or
     dropped without a backward pass, needs no special treatment.

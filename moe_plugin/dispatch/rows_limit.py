@@ -33,7 +33,8 @@ class Limit(ABC):
     Attributes:
         remedy: the text of the error, which says what was too small and how to enlarge it. It
             contains `{needed}`.
-        repeats: whether a step that exceeds the limit is repeated. Otherwise it is an error.
+        repeats: whether a step that exceeds the limit is repeated. If False, exceeding the limit is
+            an error.
         needed: int64 scalar on the device, the size that would have been enough for all calls since
             the last `forget`. 0 if the limit was not exceeded; None if it is not used yet. Calls
             without gradients are included, so a step or an evaluation calls `forget` first and
@@ -62,14 +63,14 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
     """Return whether a step must be repeated because rows did not fit on some rank.
 
     Call this function after backward and before the optimizer step. Collective: the result is equal
-    on all ranks. The host waits for the device once. If the result is True, the limits have been
-    enlarged: discard the gradients and repeat the step.
+    on all ranks. The host waits for the device once. If the result is True, discard the gradients
+    and repeat the step. The limits have been enlarged by then.
 
     Args:
         limits: the limits of the layers of this rank. May be empty.
         comm: all ranks of the model, including replicas and pipeline stages.
     Raises:
-        RowsOverflow: on all ranks, if a limit was exceeded whose steps are not repeated.
+        RowsOverflow: on all ranks, if a limit was exceeded for which steps are not repeated.
     """
     own_N = needed_of(limits, comm.device)
     return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
@@ -108,7 +109,7 @@ def settle(limits: Sequence[Limit], found: Tensor) -> bool:
             of each limit of this rank.
     Returns: whether the step must be repeated.
     Raises:
-        RowsOverflow: a limit was exceeded whose steps are not repeated.
+        RowsOverflow: a limit was exceeded for which steps are not repeated.
     """
     kinds = _kinds()
     found = found.tolist()
@@ -146,7 +147,8 @@ class RowsLimit(Limit):
             gradients and tokens.
         tokens: the value T.
         least: a lower limit of the bound, set after an overflow. Initially 0.
-        stashes: whether backward stores rows in pages, without padding (`dispatch.row_pages`).
+        stashes: whether the rows needed in backward are stored in pages, without padding
+            (`dispatch.row_pages`).
         needed: the rows that would have fitted, equal on all ranks of the group (`Limit`).
     """
 

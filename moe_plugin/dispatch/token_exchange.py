@@ -164,8 +164,8 @@ class _Exchanges:
 def exchange_of(kind: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
     """Return the exchange of a group for at least these sizes.
 
-    It is created on first use, and created again when a larger one is needed. Creating it is
-    collective, and all ranks must pass the same sizes.
+    The exchange is created on first use, and again when a larger one is needed. Creating an
+    exchange is collective, and all ranks must pass the same sizes.
     """
     made = comm.state.get(_Exchanges).made
     key = (kind, *kind.key(size))

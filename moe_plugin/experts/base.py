@@ -151,7 +151,7 @@ class Experts(nn.Module):
     def anchor(self) -> nn.Parameter | None:
         """A parameter that connects exchanges to the autograd graph (`comm.functional`).
 
-        It is a trainable parameter if there is one. None without parameters.
+        The anchor is a trainable parameter if there is one. None without parameters.
         """
         frozen = None
         for parameter in self._parameters.values():  # `parameters()` is ten times slower
@@ -161,7 +161,7 @@ class Experts(nn.Module):
         return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return the stored parameters by name. Their first axis counts the experts."""
+        """Return the stored parameters by name. The first axis of each counts the experts."""
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,

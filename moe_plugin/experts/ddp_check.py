@@ -22,8 +22,8 @@ class DDPCheck:
     (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. The check of the
     wrapper ends when a wrapper was found that leaves the experts out.
 
-    If the expert-parallel group has one rank, experts may be averaged. Then only the first training
-    call looks for DDP, which must not overwrite the counters of the router.
+    If the expert-parallel group has one rank, experts may be averaged. In this case only the first
+    training call looks for DDP, which must not overwrite the counters of the router.
 
     Args:
         comm: the expert-parallel group.

@@ -102,7 +102,8 @@ def with_factors(found: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor
     """Multiply each b by its scale, and replace the lengths m by the factors of the columns.
 
     Args:
-        found: the tensors by name, which are changed in place. Those of `WHOLE` must be whole.
+        found: the tensors by name, which are changed in place. The tensors named in `WHOLE` must be
+            whole.
         weights: the weights by place, in the order of `PLACES`.
         ranks: the ranks and scales of the adapters.
         first: the global index of the first expert.

@@ -127,9 +127,9 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether torch's `foreach` and `fused` functions would fail for a group.
+    """Return whether torch's `foreach` and `fused` functions would fail for a parameter group.
 
-    They do not accept sharded and whole parameters in one call.
+    These functions do not accept sharded and whole parameters in one call.
     """
     return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
 

@@ -33,12 +33,12 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 class OverwriteCheck:
     """Compares the experts of all expert-parallel ranks in training calls 2, 4, 7, 13, ..., 241.
 
-    A layer runs 8 comparisons in total. Each costs one all-gather of 4 KiB from each rank (5 KiB
-    the first time), and another one over `world`. The ranks compare the changes since the previous
-    comparison, so that experts that are equal from the start do not raise an error. The first
-    comparison covers two periods: from building or loading the layer to the first call, and from
-    then to the second call. Experts that have moved and are equal in two comparisons raise an
-    error.
+    A layer runs 8 comparisons in total. A comparison costs one all-gather of 4 KiB from each rank
+    (5 KiB the first time), and a second all-gather over `world`. The ranks compare the changes
+    since the previous comparison, so that experts that are equal from the start do not raise an
+    error. The first comparison covers two periods: from building or loading the layer to the first
+    call, and from then to the second call. Experts that have moved and are equal in two comparisons
+    raise an error.
 
     Args:
         comm: the expert-parallel group.
