@@ -236,10 +236,14 @@ class MoELayer(LayerState):
         own = given_parts(config, comm, router, experts, settings)
         self.given, self.comm, self.has_own_router = own.config, own.comm, own.router is not None
         where = {"dtype": dtype, "device": device}
+        # Collective: the ranks compare their settings before anything is allocated, so that a
+        # difference raises the same error on all ranks.
         config, place, sharing = place_experts(own.config, self.comm, own.router, own.experts,
                                                host=host, **where)
         self.config, self.placement = config, place
         self.token_entry = TokenEntry(config.model_dim, sharing)
+        # The router is built before the experts, because both draw from torch's generator: another
+        # order would change the initial values for a given seed.
         self.router = layer_router(config, place.comm, own.router, host.when_split(sharing),
                                    **where)
         self.experts = build_experts(config, place, host, own.experts, **where)
@@ -290,9 +294,11 @@ class MoELayer(LayerState):
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None
         tokens = self.token_entry.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
+        # without a capacity nothing can be dropped, and `CapacityLimit` is not called at all
         kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
                 else self.capacity(routing, self.training))
         layout, kept = self.routed_experts.select(kept, choice, self.training)
+        # the shared expert runs inside `run`, so that it can overlap with the exchange of the rows
         alongside = (None if self.shared_expert is None and overlapped is None
                      else OverlappedWork(self.shared_expert, tokens, overlapped))
         x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)

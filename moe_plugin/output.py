@@ -126,4 +126,5 @@ def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tenso
             f"there are weights for {', '.join(name for name in weights if weights[name])}, but "
             f"the losses are {', '.join(losses)}. At least one loss needs a weight. Pass weights "
             "for these names, such as layer.config.losses")
+    # the start value has the device and dtype of the losses
     return sum(terms, torch.zeros(()) if not losses else next(iter(losses.values())).new_zeros(()))

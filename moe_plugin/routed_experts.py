@@ -106,6 +106,8 @@ class RoutedExperts:
         self.fixed_slots, self.load_comm = traits.fixed_slots, comm
         self._copies = placement.replicas.size if placement.replicas is not None else 1
         if traits.shares_tokens:
+            # All ranks have the same tokens and the same loads. They need no agreement on a
+            # capacity, and each of them reports the same statistics.
             self.load_comm, self._copies = LocalComm(), comm.size
         self.prefill = None
         if config.parallel.prefill and experts.anchor is not None:
@@ -186,6 +188,7 @@ class RoutedExperts:
         if self.tuner is None or choice is not None or torch.compiler.is_compiling():
             layout = self.fixed if choice is None else self.layouts.at(choice)
         elif self.tuner.settled:
+            # saves a call of `Layouts.at` in most forward passes
             if self._latest.choice != self.tuner.current:
                 self._latest = self.layouts.at(self.tuner.current)
             layout = self._latest
@@ -224,6 +227,8 @@ class RoutedExperts:
         sent = layout.dispatch(x_TD, plan, experts)
         if alongside is not None:
             alongside()
+        # `sent` yields a piece when it has arrived. Its results start to return in `put_back`,
+        # while the next piece is computed.
         for rows in sent:
             sent.put_back(experts(rows))
         return dispatcher.combine(sent, plan), plan.rows
@@ -260,6 +265,7 @@ class RoutedExperts:
             traffic: the traffic of this rank. None if the group has one rank.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
+        # the router may have counted the load already
         load_KE = known_load(routing)[0]
         if load_KE is None:
             load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
@@ -299,7 +305,7 @@ class RoutedExperts:
         measurements and loads.
         """
         tuner, replicas = self.tuner, self.layouts.replicas
-        self.tuner = None
+        self.tuner = None  # `select` then uses the configured layout
         try:
             with nullcontext() if replicas is None else replicas.pause():
                 yield

@@ -68,6 +68,7 @@ class AllGatherDispatcher(Dispatcher):
         """
         comm, routing = self.placement.comm, kept.routing
         tokens = routing.ids_TK.shape[0]
+        # ranks may have different numbers of tokens, but an all-gather needs equal sizes
         longest = _longest(comm, routing.ids_TK)
         ids_AK = _all_ids(comm, pad(routing.ids_TK, (0, 0, 0, longest - tokens), value=-1),
                           self.placement.experts)
@@ -148,6 +149,7 @@ class _Gather(torch.autograd.Function):
         ctx.comm, ctx.tokens, ctx.dtypes = comm, x_TD.shape[0], (x_TD.dtype, weights_TK.dtype)
         ctx.wanted = wanted
         missing = (0, 0, 0, longest - x_TD.shape[0])
+        # one exchange for tokens and weights, whatever their dtypes
         packed, layout = pack([pad(x_TD, missing), pad(weights_TK, missing)])
         x_AD, weights_AK = unpack(_gather(comm, packed, wanted), layout)
         return x_AD, weights_AK

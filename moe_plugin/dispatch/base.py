@@ -178,6 +178,7 @@ _CAPACITY = ("a dispatcher with fixed slots needs a capacity. Set dispatch.capac
 
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
+    # `dispatch.bounded_once` sends bounded rows once, so this combination is allowed
     for one, why in (("spills", "that spill"), ("sends_once", "that are sent once")):
         for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
             if getattr(traits, one) and getattr(traits, other) and (one, other) != (
@@ -242,6 +243,8 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK
     local = place.local
+    # Shards are numbered by the rank that stores them. The S shards of an expert are on S
+    # consecutive ranks, so their numbers are `local` apart.
     slice_r = torch.arange(0, place.shards, place.token_shards,
                            device=routing.ids_TK.device) * local
     first_TK = (torch.div(routing.ids_TK, local, rounding_mode="floor") * (place.shards * local)

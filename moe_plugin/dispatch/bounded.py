@@ -50,6 +50,7 @@ class BoundedDispatcher(ExchangeDispatcher):
         most = count_WL.sum(1).amax() * says_load(ids_TK, weights_TK)
         most_W1 = most.expand(comm.size)[:, None]
         fits_WL = _fitting(count_WL, slots)
+        # the largest number of rows travels with the counts, so that no all-reduce is needed
         header_WM = comm.all_to_all(torch.cat([fits_WL, most_W1], dim=1))
         recv_WL = header_WM[:, :-1]
         over = self.limit.record(header_WM[:, -1].amax(), slots)
@@ -58,7 +59,7 @@ class BoundedDispatcher(ExchangeDispatcher):
         weights_TK = weights_TK * weights_TK.new_ones(()).masked_fill(over, torch.nan)
         rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
         slot_TK = slot_TK.clamp(max=slots - 1)
-        number = min(self.pieces, slots)
+        number = min(self.pieces, slots)  # no piece may be empty
         starts = [slots * c // number for c in range(number + 1)]
         position_TK = slot_positions(rank_TK, slot_TK, comm.size, starts)
         pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(starts))

@@ -58,6 +58,7 @@ class SlotHop:
     def sizes(self, slots: int) -> tuple[list[int], list[int]]:
         """Return the sizes to each rank and from each rank, for `slots` slots per target."""
         ranks = range(self.comm.size)
+        # the exchange runs over the whole group, in which other ranks send and receive nothing
         return ([slots if rank in self.targets else 0 for rank in ranks],
                 [slots if rank in self.sources else 0 for rank in ranks])
 

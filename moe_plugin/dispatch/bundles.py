@@ -98,6 +98,7 @@ class Bundles:
         end_WC = torch.div(self.rows_W[:, None] * share_WC, share_WC[:, -1:],
                            rounding_mode="floor")
         target_N = self.target_TK.reshape(-1)[self.order_N].clamp(min=0)
+        # the index of a row among the rows for its target decides its piece
         before_W = self.rows_W.cumsum(0) - self.rows_W
         place_N1 = (self.row_N - before_W[target_N])[:, None]
         piece_N = (place_N1 >= end_WC[target_N, 1:-1]).sum(1)
@@ -165,6 +166,7 @@ class _Travel(torch.autograd.Function):
         weights_N = weights_TK.reshape(-1)
         if pairs.filler:
             weights_N = torch.cat([weights_N, weights_N.new_zeros(1)])
+        # one exchange for both, as raw bytes
         packed, layout = pack([pairs.code_P, weights_N[pairs.choice_P]])
         linear = algorithms.get("linear")
         code_Q, weight_Q = unpack(linear(comm, packed, pairs.send, pairs.recv), layout)
@@ -176,6 +178,7 @@ class _Travel(torch.autograd.Function):
         pairs = ctx.pairs
         grad_P = all_to_all(grad_Q, ctx.comm, algorithms.get("linear"), pairs.recv, pairs.send)
         choices = ctx.shape.numel()
+        # the additional element absorbs the gradients of padding
         grad_N = grad_P.new_zeros(choices + pairs.filler).index_copy(0, pairs.choice_P, grad_P)
         return grad_N[:choices].view(ctx.shape), None, None, None
 
@@ -206,6 +209,7 @@ class Arrived:
         """
         first_Q = code_Q & 1
         number_Q = torch.arange(code_Q.numel(), device=code_Q.device)
+        # the position of the pair that begins the row of each pair
         begin_Q = torch.where(first_Q > 0, number_Q, 0).cummax(0).values
         choice_Q = (first_Q.cumsum(0) - 1) * choices + number_Q - begin_Q
         weights_N = weight_Q.new_zeros(rows * choices).index_copy(0, choice_Q, weight_Q)

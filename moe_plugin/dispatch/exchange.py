@@ -52,6 +52,7 @@ class PipelinedExchange:
                  for p in pieces]
         algorithm = placement.algorithm.back if reverse else placement.algorithm
         self.forward = _Direction(placement.comm, algorithm, there, overlap.forward, even)
+        # autograd reverses the order of the nodes, so backward puts in the last piece first
         self.backward = _Direction(
             placement.comm, algorithm.back, [_Sizes(p.recv, p.send, p.local) for p in there],
             overlap.backward or overlap.forward, even, last_first=True)
@@ -177,6 +178,7 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
                 anchor: Tensor | None) -> Tensor:
         ctx.exchange, ctx.number = exchange, number
+        # detached, because gradients return through `exchange.backward` instead of autograd
         exchange.forward.put(number, rows.detach())
         return rows.new_zeros(())
 
@@ -253,6 +255,7 @@ class ExchangeDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, plan: ExchangePlan, anchor: Tensor | None) -> Sent:
         rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK, plan.complete)
         background = self.overlap.background and not torch.compiler.is_compiling()
+        # one piece without other work has nothing to overlap with
         if len(plan.pieces) == 1 and not background:
             piece = plan.pieces[0]
             rows_RD = self._exchange(self.route, self.own_part(rows_ND), piece.send, piece.recv,
@@ -279,6 +282,7 @@ class ExchangeDispatcher(Dispatcher):
         """Send all pieces now, and return the work of each piece when it has arrived."""
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
+        # all pieces are posted before the first one is awaited
         tokens = [out.post(number, self.own_part(part), anchor)
                   for number, part in enumerate(parts)]
         return (piece.work(out.take(number, tokens[number]), self.maps_rows)

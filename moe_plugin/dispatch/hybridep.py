@@ -77,7 +77,7 @@ class HybridEP(TokenExchange):
             hidden=self._padded(x_TD), routing_map=self._padded(map_TE[:, :experts]),
             probs=self._padded(probs_TE[:, :experts]),
             num_of_experts_per_rank=experts // self.comm.size)
-        counts = counts_L.tolist()
+        counts = counts_L.tolist()  # the host waits for the device here
         ids_R = torch.arange(len(counts), device=x_TD.device).repeat_interleave(
             torch.tensor(counts).to(x_TD.device), output_size=sum(counts))
         return Arrival(x_RD, ids_R[:, None], probs_R[:, None], counts,

@@ -133,6 +133,7 @@ class LayerLayout:
         # may gather parameters, which all ranks do before they send rows
         parameters, strategy = self._parameters(experts), self.strategy
         sent = self.dispatcher.dispatch(x_TD, plan, anchor)
+        # lazily, because a piece must not be awaited before it is computed
         arriving = sent.arriving
         sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
         return sent
@@ -164,6 +165,7 @@ class LayerLayout:
             more["keep"] = self.stash.keep
         if not self.experts.supports_gather or not (more or self.gather is not None):
             return None
+        # an adapter changes the parameters only inside its own `forward`
         changed = None if experts is self.experts else experts(ParameterRequest())
         if self.gather is None:
             parameters = self.experts.compute_parameters(changed)

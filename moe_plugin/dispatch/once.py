@@ -146,6 +146,7 @@ class OncePiece:
         plan = self.rows
         if self.forwarding is not None:
             rows_RD = self.forwarding.there(rows_RD)
+        # with weights on the inputs, each expert needs a separate copy of the row
         if self.weights_first:
             rows_RD = weigh_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)
         elif mapped:
@@ -212,6 +213,7 @@ class OnceDispatcher(ExchangeDispatcher):
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
         width, spill = place.local, None
         if self.planner is not None:
+            # the ids become rank * width + local expert, for the rank that computes the row
             ids_TK, width, spill = spilled(ids_TK, place, self.planner)
         rank_TK = torch.div(ids_TK, width, rounding_mode="floor")
         bundles = Bundles.of(self.next_rank(rank_TK), comm.size)
@@ -223,6 +225,7 @@ class OnceDispatcher(ExchangeDispatcher):
             shares.parts([[rows] for rows in by_rank], comm.rank, outgoing)
             for by_rank, outgoing in ((first.send, True), (first.recv, False)))
         source_N = bundles.sources(sum(first.send))
+        # pairs stay in the order of targets: they are sent before all pieces, in one exchange
         if shares.pieces > 1:
             source_N = source_N[order_by_piece(send_PW1, source_N)]
         complete = source_N.numel() == ids_TK.numel()
@@ -269,6 +272,7 @@ class OnceDispatcher(ExchangeDispatcher):
             rows_W: int64 [W], the number of rows to each rank.
         """
         size = self.placement.comm.size
+        # an even exchange, whose sizes all ranks know
         arriving = self.placement.comm.all_to_all(table_WPL.flatten(1))
         sent, got = torch.stack([table_WPL, arriving.view(table_WPL.shape)]).tolist()
         send, recv = ([sum(piece[0] for piece in row) for row in rows] for rows in (sent, got))
@@ -292,6 +296,7 @@ class OnceDispatcher(ExchangeDispatcher):
                                   for rank in ranks], ids_TK.device)
             cell_TK = rank_TK * pieces + bundles.pieces(share_WC)
         cell_TK = cell_TK * (1 + width)
+        # a token with several experts on a rank counts as one row there, but as several pairs
         rows_TK = torch.where(first_of_each(rank_TK), cell_TK, -1)
         pairs_TK = torch.where(rank_TK >= 0, cell_TK + 1 + ids_TK % width, -1)
         both_M1 = torch.cat([rows_TK, pairs_TK]).reshape(-1, 1)

@@ -93,6 +93,8 @@ class OnceToNodesDispatcher(OnceDispatcher):
         pieces, columns = table_WPL.shape[1:]
         linear, each = algorithms.get("linear"), pieces * columns
         nodes = dict(zip(self.via, comm.topology.nodes, strict=True))
+        # `header` selects from `known_H` what each target needs. Targets are in ascending order,
+        # because the buffer of an all-to-all is ordered by rank.
         header, send = [], [0] * size
         for target in sorted(nodes):  # the rows for the node, then the tables of its ranks
             header += [target]
@@ -104,8 +106,10 @@ class OnceToNodesDispatcher(OnceDispatcher):
             recv[source] = 1 + len(self.here) * each
         got_H = linear(comm, known_H[to_device(header, known_H.device)], send, recv)
         got_SM = got_H.view(len(self.sources), -1)
+        # what this rank forwards to a rank of its node is the sum over all ranks that send here
         on = [each if rank in self.here else 0 for rank in range(size)]
         last_H = linear(comm, got_SM[:, 1:].sum(0).contiguous(), on, on)
+        # one copy to the host for all numbers
         read = torch.cat([known_H, got_H, last_H]).tolist()
         known, got, last = (read[:len(known_H)], read[len(known_H):-len(last_H)],
                             read[-len(last_H):])

@@ -76,6 +76,8 @@ class PieceShares:
 
 
 def _divided(rows: int, shares: list[int]) -> list[int]:
+    # Rounded cumulative values instead of rounded parts: the parts add up to `rows`, and sender and
+    # receiver compute the same parts.
     ends = [rows * share // shares[-1] for share in shares]
     return [end - start for start, end in zip(ends, ends[1:])]
 
@@ -98,6 +100,7 @@ def _by_experts(number: int, ranks: int, local: int) -> PieceShares:
 
 
 def _by_peers(number: int, ranks: int, local: int) -> PieceShares:
+    # rows of distance 0 stay on their rank: half of them in the first piece, half in the last one
     here = [0, *[1] * (number + 1), 2]
     shares_W = [here, *([0, *window, number] for window in
                         (_window(number, ranks - 1, peer) for peer in range(ranks - 1)))]
@@ -270,7 +273,7 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
         sharers: the number of ranks that have the same tokens and divide the slots.
     """
     own = -(-capacity // sharers)
-    number = max(1, min(number, own))
+    number = max(1, min(number, own))  # no piece may be empty
     starts = [own * c // number for c in range(number + 1)]
     sharer_TK = 0
     if sharers > 1:
@@ -324,12 +327,14 @@ def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
     piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
+    # stable: within a piece rows stay ordered by expert shard
     return torch.argsort(piece_N, stable=True)
 
 
 def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local: bool) -> Piece:
     counts = RowCounts([sum(column) for column in zip(*recv_WL, strict=True)])
     send, recv = [sum(row) for row in send_WL], [sum(row) for row in recv_WL]
+    # from one rank, or for one expert, rows arrive in expert-major order
     if len(recv_WL) == 1 or len(recv_WL[0]) == 1:
         return Piece(send, recv, counts, local=local)
     lengths_M = to_device(recv_WL, device).view(-1)

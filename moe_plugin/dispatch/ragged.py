@@ -112,7 +112,7 @@ class SentSizes:
 
         The host waits for the numbers, but not for work that was launched after the exchange.
         """
-        if self._rows is None:
+        if self._rows is None:  # read once: `parallel.prefill` reads the numbers before the plan
             found = self._arriving().view(self._shape).tolist()
             if self._shape[2] > self._local:
                 self.most_tokens = max(row.pop() for side in found for row in side)
@@ -124,6 +124,7 @@ class SentSizes:
 def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
     """Exchange the numbers of rows of a call. See `start_sizes` for the arguments."""
     order_N, send_V = _sorted(place, ids_TK, routing)
+    # one tensor, so that the host reads both directions in one copy
     both_2V = torch.stack([send_V, place.comm.all_to_all(send_V)])
     return SentSizes(owner, order_N, (2, place.comm.size, place.local), lambda: both_2V,
                      place.local)
@@ -146,6 +147,7 @@ def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routin
     order_N, send_V = _sorted(place, ids_TK, routing)
     if tokens:
         each_WL = send_V.view(place.comm.size, place.local)
+        # as one more column of the table, so that the exchange stays a single one
         own_W1 = each_WL.new_full((place.comm.size, 1), ids_TK.shape[0])
         send_V = torch.cat([each_WL, own_W1], 1).flatten()
     wait = place.comm.start_all_to_all(send_V)
@@ -188,6 +190,8 @@ class RaggedDispatcher(ExchangeDispatcher):
             return spilling_plan(kept, place, self.overlap, self.planner)
         sizes = kept.routing.sizes
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
+        # Numbers exchanged early count all choices, for one placement. They are useless if a
+        # capacity has dropped choices, or if the call runs in another layout.
         if sizes is None or sizes.owner is not self or kept.capacity is not None:
             sizes = agreed_sizes(self, place, ids_TK, kept.routing)
         plan = ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)

@@ -62,6 +62,7 @@ class PageRing:
         """
         enough = wanted & (self.tail - self.head >= number)
         slot_M = self.free_S[(self.head + index_M) % max(1, self.slots)]
+        # tensors, not Python numbers: the host does not know how many pages were taken
         self.head += number * enough
         return torch.where(enough & (index_M < number), slot_M, -1), enough
 
@@ -115,6 +116,7 @@ class Pages:
         number = torch.div(used + PAGE - 1, PAGE, rounding_mode="floor")
         index_M = torch.arange(-(-x_N.shape[0] // PAGE), device=x_N.device)
         record_M, enough = self.rings[0].take(number, index_M, number >= 0)
+        # host pages are used only if the device has not enough pages for the whole tensor
         on_host_M, on_host = self.rings[1].take(number, index_M, ~enough)
         record_M, enough = torch.maximum(record_M, on_host_M), enough | on_host
         self.in_use += number
@@ -228,6 +230,7 @@ class PagedStash(Limit):
     @property
     def needed(self) -> Tensor | None:  # type: ignore[override]
         """See `Limit`. The unit is bytes."""
+        # 0 unless a tensor was lost: only then were the pages too few
         each = [pages.most * (pages.lost > 0) * (PAGE * dtype.itemsize)
                 for (dtype, _), pages in self._pages.items()]
         return torch.stack(each).amax() if each else None

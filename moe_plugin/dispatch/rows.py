@@ -69,6 +69,7 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     """
     key_N = ids_TK.reshape(-1)
     if not complete:
+        # -1 would be sorted first
         key_N = torch.where(key_N < 0, experts, key_N)
     count_E = expert_load(ids_TK, experts) if load_KE is None else load_KE.sum(0)
     return stable_order(key_N, experts + 1), count_E
@@ -107,7 +108,7 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
         complete: whether every choice is known to have an expert.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
-    counts = count_E.tolist()
+    counts = count_E.tolist()  # the host waits for the device here
     total = sum(counts)
     complete = total == order_N.numel()
     source_R = order_N if complete else order_N[:total]
@@ -223,6 +224,7 @@ class IndexSliceDispatcher(Dispatcher):
         return TokenPlan(rows.counts.total, rows)
 
     def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
+        # backward sums the gradients of tokens and gate weights over the ranks, in one all-reduce
         x_TD, weights_TK = enter(x_TD, plan.row_plan.weights_TK, anchor, self.placement.comm)
         return Sent([ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))], anchor)
 

@@ -112,7 +112,7 @@ def settle(limits: Sequence[Limit], found: Tensor) -> bool:
         RowsOverflow: a limit was exceeded for which steps are not repeated.
     """
     kinds = _kinds()
-    found = found.tolist()
+    found = found.tolist()  # the only wait for the device
     for limit, own in zip(limits, found[2 * len(kinds):], strict=True):
         limit.grow(own) if limit.repeats and own else limit.forget()
     said = [kind.remedy.format(needed=found[2 * index]) for index, kind in enumerate(kinds)
@@ -220,6 +220,7 @@ class RowsLimit(Limit):
 def _zero(device: torch.device | None) -> Tensor:
     """Return an int64 scalar that can be written inside and outside inference mode."""
     if torch.is_inference_mode_enabled():
+        # a tensor created in inference mode could not be written in training
         with torch.inference_mode(False):
             return _zero(device)
     return torch.zeros((), dtype=torch.int64, device=device)

@@ -61,6 +61,7 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
         send_WL = [tables.row(me, target) for target in range(spill.ranks)]
         recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
         order_N = tables.regroup(order_N, me)
+    # from here on borrowed experts are ordinary local experts with numbers from `local` on
     plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, overlap)
     count_rows(plan, place)
     parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
@@ -78,6 +79,7 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
     every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
     counts_WV = every_V.view(place.comm.size, -1).tolist()
     spill = planner(counts_WV)
+    # a plan without loans would cost the exchange of weights for nothing
     return order_N, counts_WV, spill if spill is not None and spill.loans else None
 
 
@@ -122,6 +124,7 @@ class _Tables:
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]
                   for e in range(target * local, (target + 1) * local)]
         guests = [self.flows[e][source][target] for e in self.guests[target]]
+        # all ranks must have the same number of columns, also ranks that borrow fewer experts
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:

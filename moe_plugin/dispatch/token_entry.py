@@ -62,6 +62,7 @@ class TokenEntry:
         so that the results are equal on these ranks.
         """
         if self.sharing is not None:
+            # cuts off the padding that `split_tokens` has added
             y_TD = gather(y_TD, self.sharing)[:tokens.count]
             losses = {name: sum_parts(part, self.sharing) for name, part in losses.items()}
         return y_TD if y_TD.shape == tokens.shape else y_TD.view(tokens.shape), losses
@@ -76,6 +77,7 @@ class TokenEntry:
         """
         for parameter in parameters if self.sharing is not None else ():
             hooks = (parameter._backward_hooks or {}).values()
+            # two bound methods of one object are equal, so a hook of an earlier call is found
             if parameter.requires_grad and self._summed not in hooks:
                 parameter.register_hook(self._summed)
 
@@ -112,6 +114,7 @@ def split_tokens(x_TD: Tensor, mask_T: Tensor | None,
 
     If T is not a multiple of the group size, masked tokens are appended first.
     """
+    # all ranks need parts of the same size: `gather` concatenates them
     missing = -x_TD.shape[0] % comm.size
     if missing:
         real_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.bool) if mask_T is None else mask_T

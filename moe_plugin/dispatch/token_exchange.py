@@ -172,6 +172,7 @@ def exchange_of(kind: type[TokenExchange], comm: Comm, size: Size) -> TokenExcha
     known = made.get(key)
     if known is not None:
         old = known.size
+        # grows in each dimension, so that calls of two sizes do not replace each other's exchange
         size = replace(size, **{name: max(getattr(size, name), getattr(old, name))
                                 for name in ("tokens", "width", "token_bytes", "top_k")})
         if replace(size, experts=old.experts) == old:
@@ -267,6 +268,7 @@ class TokenDispatcher(Dispatcher):
         experts = self.placement.virtual
         parts = zip(*(t.tensor_split(pieces) for t in (x_TD, plan.ids_TK, plan.weights_TK)),
                     strict=True)
+        # all pieces are sent before the first one is awaited
         sent = [_Send.apply(x, weights, anchor, ids, plan, exchange, experts)
                 for x, ids, weights in parts]
         return _SentTokens(self._arriving(sent, plan), anchor, plan, exchange)
@@ -274,7 +276,7 @@ class TokenDispatcher(Dispatcher):
     def _arriving(self, sent: list[tuple[Tensor, ...]],
                   plan: TokenExchangePlan) -> Iterator[ExpertRows]:
         for (x_RD, weights_RK, ids_RK), arrival in zip(sent, plan.arrivals, strict=True):
-            arrival.wait()
+            arrival.wait()  # the current stream waits, not the host
             order_N, _ = sort_by_expert(ids_RK, self.placement.local)
             counts = RowCounts(arrival.counts)
             source_R = order_N[:counts.total]

@@ -38,6 +38,8 @@ class WeighedChoices:
         here_TK = routing.ids_TK >= 0
         number_TK = torch.arange(here_TK.numel(), device=here_TK.device).view(here_TK.shape)
         position_TK = torch.where(here_TK, number_TK, -1)
+        # The weights become 1, because the tokens already contain them. Fields by token of the
+        # original routing do not apply to the new tokens.
         one_each = replace(
             routing, ids_TK=routing.ids_TK.reshape(-1, 1),
             weights_TK=here_TK.reshape(-1, 1).to(routing.weights_TK.dtype),

@@ -79,6 +79,7 @@ class WireFormat(Exchange):
         """See `Exchange`. The opposite of the result is this object, so that both form a pair."""
         if self.other == self.name:
             return self
+        # stored by hand, because `cached_property` of the new object would create a third one
         found = replace(self, name=self.other, other=self.name)
         found.__dict__["back"] = self
         return found
@@ -94,6 +95,7 @@ class WireFormat(Exchange):
         parts = form.encode(x)
         if len(parts) == 1:
             return form.decode(self.algorithm(comm, parts[0], send, recv), dtype=x.dtype)
+        # codes and scales travel in one exchange
         packed, layout = pack(parts)
         return form.decode(*unpack(self.algorithm(comm, packed, send, recv), layout), dtype=x.dtype)
 

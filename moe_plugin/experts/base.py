@@ -212,6 +212,7 @@ class Experts(nn.Module):
         mark_experts(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        # a process group cannot be pickled, and is needed only for new initial values
         return {name: value for name, value in vars(self).items() if name != "seed_comm"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -222,7 +223,7 @@ class Experts(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)
-        self.mark()
+        self.mark()  # torch may have replaced the parameters
         return self
 
 

@@ -172,6 +172,7 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     device, shards = value.device.type, place.shards
+    # tensors on the CPU need a group whose backend supports the CPU
     comm = place.comm if device in (place.comm.device.type, "meta") else place.comm.hosts
     if not isinstance(comm, TorchComm):
         raise ValueError(f"torch.distributed.checkpoint cannot save experts that are spread over "
@@ -212,6 +213,7 @@ def follow(layer: Any) -> None:
 
 def asked_by_dcp() -> bool:
     """Return whether a function of DCP is on the call stack."""
+    # DCP calls `state_dict` without any argument by which it could be recognized
     frame = sys._getframe(1) if _DCP in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_DCP):
@@ -289,6 +291,7 @@ def _giving(original: Callable[[Optimizer], dict[str, Any]]) -> Any:
         found, dcp = original(self), asked_by_dcp()
 
         def given(parameter: Tensor, value: Any, name: str, place: Placement) -> Any:
+            # step counters and other scalars are not divided over the ranks
             if type(value) is not Tensor or not value.ndim or (
                     value.numel() == 1 and value.shape != parameter.shape):
                 return value

@@ -138,6 +138,7 @@ class FFNExperts(Experts):
             slot: the local index of the expert.
             targets: the tensors by parameter name.
         """
+        # one generator per expert, so that values depend neither on other experts nor on the ranks
         generator = torch.Generator().manual_seed(self.seed + self.placement.first_expert + slot)
         for name, axis in (("w_in_LDF", 1), ("w_gate_LDF", 1), ("w_out_LFD", 0)):
             if name in targets:
@@ -149,6 +150,8 @@ class FFNExperts(Experts):
     def _draw(self, like: Tensor, axis: int, generator: torch.Generator) -> Tensor:
         shape, shards = list(like.shape), self.placement.shards
         shape[axis] *= shards
+        # The whole matrix is drawn even if this rank stores a part, and in float32 on the CPU, so
+        # that values are the same for all numbers of ranks, dtypes and devices.
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         if self.config.init_std is None:
             bound = (6 / sum(shape)) ** 0.5
@@ -166,6 +169,7 @@ class FFNExperts(Experts):
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
+        # gathered and borrowed parameters come with the work
         parameters = work.parameters or self.compute_parameters()
         p = parameters
         if (p.dropout or p.clamp or p.linear_offset or p.adapters) and not is_stepwise(strategy):
@@ -275,6 +279,7 @@ class FFNExperts(Experts):
             rounded = self.memory.state(RoundedWeights)
         tensors = self.local_parameters() if tensors is None else tensors
         bias_LD, width = tensors.get("bias_out_LD"), self.w_in_LDF.shape[1]
+        # strategies add a bias of full width: zeros in the columns of other shards
         if bias_LD is not None and bias_LD.shape[1] < width:
             first_shard = self.placement.shard if first_shard is None else first_shard
             before = first_shard * (width // self.placement.shards)
@@ -297,7 +302,8 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """A gated network per expert: y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out.
+    """A gated network per expert: y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out
+    + bias_out.
 
     With the activation silu this is SwiGLU (Shazeer 2020). `experts.clamp` limits both factors, and
     `experts.linear_offset` is added to the second factor (`kernels.expert_ffn.gated`).
@@ -345,6 +351,7 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
     Returns: tensors [L * size / shards, ...] with the same names. The split axis is `shards` times
         as long.
     """
+    # one all-gather of all parameters instead of one for each
     flat = torch.cat([*map(torch.flatten, local.values())])
     all_WN = all_gather(flat, comm).view(comm.size, -1)
     parts = all_WN.split([*map(Tensor.numel, local.values())], dim=1)

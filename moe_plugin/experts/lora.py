@@ -89,6 +89,7 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
     if adapter is not None:
         a, b = adapter.a_LIR, adapter.b_LRO.to(wide)
+        # for each column: |w + a b|^2 = |w|^2 + b^T (2 a^T w + a^T a b)
         mixed_LRO = 2 * torch.bmm(a.mT, w_LIO).to(wide)
         mixed_LRO += torch.bmm(torch.bmm(a.mT, a).to(wide), b)
         squared += (mixed_LRO * b).sum(1)

@@ -78,6 +78,7 @@ def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Return weights with the shapes of `like`: the inverse of `to_matrices`."""
+    # rows of the matrix are outputs, which are the last axis of a weight
     widths = [each.shape[2] for each in like]
     split = [matrix.split(widths) for matrix in matrices]
     return [torch.stack([rows.t() for rows in of_part]) for of_part in zip(*split, strict=True)]

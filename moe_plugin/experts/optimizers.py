@@ -115,6 +115,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mixed = any(_is_mixed(group) for group in optimizer.param_groups)
         _SEEN[optimizer] = mixed
     if mixed:
+        # restored after the step, because schedulers and checkpoints use the original groups
         _WHOLE_GROUPS[optimizer] = optimizer.param_groups
         optimizer.param_groups = [part for group in optimizer.param_groups
                                   for part in _parts(group)]

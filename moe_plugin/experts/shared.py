@@ -32,6 +32,7 @@ class DrawnLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw the initial values of the whole parameters, and keep the part of this rank."""
         if is_sharded(self.weight):
+            # each rank draws the whole layer, so that values do not depend on the sharding
             whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
                                 std=self.std, dtype=self.weight.dtype, device=self.weight.device)
             for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
@@ -142,6 +143,7 @@ class OverlappedWork:
 
     def shared_TD(self) -> Tensor | None:
         """Return the outputs [T, D] of the shared expert, or None. They are computed only once."""
+        # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:
             self._shared_TD = self.shared(self.tokens.x_TD, self.tokens.mask_T)
         return self._shared_TD
