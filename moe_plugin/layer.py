@@ -233,20 +233,21 @@ class MoELayer(LayerState):
                  experts: Callable[[int], nn.Module] | Mapping[str, Any] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None, **settings: Any) -> None:
         super().__init__()
-        own = given_parts(config, comm, router, experts, settings)
-        self.given, self.comm, self.has_own_router = own.config, own.comm, own.router is not None
+        parts = given_parts(config, comm, router, experts, settings)
+        self.given, self.comm = parts.config, parts.comm
+        self.has_own_router = parts.router is not None
         where = {"dtype": dtype, "device": device}
         # Collective: the ranks compare their settings before anything is allocated, so that a
         # difference raises the same error on all ranks.
-        config, place, sharing = place_experts(own.config, self.comm, own.router, own.experts,
+        config, place, sharing = place_experts(parts.config, self.comm, parts.router, parts.experts,
                                                host=host, **where)
         self.config, self.placement = config, place
         self.token_entry = TokenEntry(config.model_dim, sharing)
         # The router is built before the experts, because both draw from torch's generator: another
         # order would change the initial values for a given seed.
-        self.router = layer_router(config, place.comm, own.router, host.when_split(sharing),
+        self.router = layer_router(config, place.comm, parts.router, host.when_split(sharing),
                                    **where)
-        self.experts = build_experts(config, place, host, own.experts, **where)
+        self.experts = build_experts(config, place, host, parts.experts, **where)
         self.routed_experts = RoutedExperts(config, place, self.experts, host)
         self.routed_experts.self_balanced = (not isinstance(self.router, RouterModule)
                                       or self.router.balances)

@@ -314,15 +314,15 @@ class RoutedExperts:
 
     def state(self) -> dict[str, Any]:
         """Return the origin of this rank's experts, the state of the tuner, and the replicas."""
-        place, more = self.placement, {}
+        place, optional = self.placement, {}
         if self.layouts.replicas is not None:
-            more["replicas"] = self.layouts.replicas.standing.state()
+            optional["replicas"] = self.layouts.replicas.standing.state()
         if self.tuner is not None:
-            more["tuner"] = self.tuner.state()
+            optional["tuner"] = self.tuner.state()
         if place.configured_shards is not None:
-            more["shards"] = place.configured_shards
+            optional["shards"] = place.configured_shards
         return {"version": STATE_VERSION, "num_experts": place.experts, "ep_size": place.comm.size,
-                "ep_rank": place.comm.rank, **more}
+                "ep_rank": place.comm.rank, **optional}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state returned by `state`. The tuner and replica states are optional.
@@ -330,12 +330,12 @@ class RoutedExperts:
         Raises:
             ValueError: the checkpoint contains the experts of another rank.
         """
-        for key, mine in {"shards": None, **self.state()}.items():
-            if key not in ("tuner", "replicas") and state.get(key) != mine:
+        for key, own_value in {"shards": None, **self.state()}.items():
+            if key not in ("tuner", "replicas") and state.get(key) != own_value:
                 raise ValueError(
-                    f"the checkpoint has {key}={state.get(key)}, this layer has {key}={mine}. Load "
-                    "the checkpoint with the same number of experts, expert-parallel ranks and "
-                    "shards, or convert it with moe_plugin.checkpoint.reshard")
+                    f"the checkpoint has {key}={state.get(key)}, this layer has {key}={own_value}. "
+                    "Load the checkpoint with the same number of experts, expert-parallel ranks "
+                    "and shards, or convert it with moe_plugin.checkpoint.reshard")
         if self.tuner is not None and state.get("tuner") is not None:
             self.tuner.load_state(state["tuner"])
         if self.layouts.replicas is not None and state.get("replicas") is not None:

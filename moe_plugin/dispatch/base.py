@@ -179,12 +179,13 @@ _CAPACITY = ("a dispatcher with fixed slots needs a capacity. Set dispatch.capac
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
     # `dispatch.bounded_once` sends bounded rows once, so this combination is allowed
-    for one, why in (("spills", "that spill"), ("sends_once", "that are sent once")):
-        for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
-            if getattr(traits, one) and getattr(traits, other) and (one, other) != (
+    for trait, rows in (("spills", "that spill"), ("sends_once", "that are sent once")):
+        for excluded in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
+            if getattr(traits, trait) and getattr(traits, excluded) and (trait, excluded) != (
                     "sends_once", "bounded"):
-                raise ValueError(f"dispatcher {name!r} declares both {one} and {other}, but rows "
-                                 f"{why} must be exact. Declare only one of the two traits")
+                raise ValueError(
+                    f"dispatcher {name!r} declares both {trait} and {excluded}, but rows {rows} "
+                    "must be exact. Declare only one of the two traits")
 
 
 dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,

@@ -352,14 +352,15 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         super().__init__(context)
         comm = self.placement.comm
         topology, peers = comm.topology, NodePeers.of(comm)
-        self.here, self.sources, self.targets = peers.here, peers.sources, sorted(peers.via)
-        self.most_sources = max(map(peers.entry.count, self.here))
+        self.node_ranks, self.sources = peers.node_ranks, peers.sources
+        self.targets = sorted(peers.via)
+        self.most_sources = max(map(peers.entry.count, self.node_ranks))
         self.most_on_a_node = max(map(len, topology.nodes))
         # created once, because a captured call must not copy from the host to the device
         self.target_W = torch.tensor(
             [*(self.targets.index(peers.via[node]) for node in topology.node_of), -1],
             device=comm.device)
-        self.mate_W = torch.tensor([self.here.index(rank) if rank in self.here else -1
+        self.mate_W = torch.tensor([self.node_ranks.index(rank) if rank in self.node_ranks else -1
                                     for rank in range(comm.size)] + [-1], device=comm.device)
 
     @property
@@ -381,7 +382,7 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         choices = shard_RK.shape[1]
         all_rows = self.most_sources * rows
         pairs = min(self.most_sources * slots, all_rows * choices)
-        hop = SlotHop(comm, self.here, self.here, min(pairs, all_rows), pairs)
+        hop = SlotHop(comm, self.node_ranks, self.node_ranks, min(pairs, all_rows), pairs)
         rank_RK = torch.div(shard_RK, place.local, rounding_mode="floor")
         mate_RK = self.mate_W.to(rank_RK.device)[rank_RK]
         loaded = hop.loaded(mate_RK)
@@ -392,4 +393,4 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         piece.forwarding = Forwarding(place, Sizes(*hop.sizes(hop.rows), [], []), source_N,
                                       position_RK, anchor)
         piece.rows = bounded_plan(there, comm.rank * place.local, place.local,
-                                  len(self.here) * pairs)
+                                  len(self.node_ranks) * pairs)

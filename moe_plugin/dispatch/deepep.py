@@ -74,11 +74,12 @@ class DeepEP(_Buffered):
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)
-        kind = importlib.import_module(PACKAGE).Buffer
-        configs = kind.get_dispatch_config(comm.size), kind.get_combine_config(comm.size)
+        buffer_class = importlib.import_module(PACKAGE).Buffer
+        configs = (buffer_class.get_dispatch_config(comm.size),
+                   buffer_class.get_combine_config(comm.size))
         nvlink = max(c.get_nvl_buffer_size_hint(size.token_bytes, comm.size) for c in configs)
         rdma = max(c.get_rdma_buffer_size_hint(size.token_bytes, comm.size) for c in configs)
-        self.buffer = kind(comm.group, nvlink, rdma)
+        self.buffer = buffer_class(comm.group, nvlink, rdma)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Arrival:
         per_rank, per_node_rank, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(

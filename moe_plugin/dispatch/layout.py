@@ -155,15 +155,15 @@ class LayerLayout:
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
         """Return the parameters for all pieces of a call. None to use the stored parameters."""
-        more: dict[str, object] = {}
+        extras: dict[str, object] = {}
         # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
         # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all
         # pieces, and kernels leave processors free for the exchanges.
         if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
-            more["sums"] = GradSums()
+            extras["sums"] = GradSums()
         if self.stash is not None and may_keep():
-            more["keep"] = self.stash.keep
-        if not self.experts.supports_gather or not (more or self.gather is not None):
+            extras["keep"] = self.stash.keep
+        if not self.experts.supports_gather or not (extras or self.gather is not None):
             return None
         # an adapter changes the parameters only inside its own `forward`
         changed = None if experts is self.experts else experts(ParameterRequest())
@@ -172,11 +172,11 @@ class LayerLayout:
         else:
             parameters = self.experts.gathered_parameters(
                 changed, self.gather, self.gathered_shards, self.first_shard)
-        return dataclasses.replace(parameters, **more) if more else parameters
+        return dataclasses.replace(parameters, **extras) if extras else parameters
 
 
 def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
                    work: ExpertRows) -> ExpertRows:
     # rows of borrowed experts arrive together with the parameters of these experts
-    own = parameters if work.parameters is None else work.parameters
-    return ExpertRows(work.x, work.rows, own, strategy, work.started)
+    row_parameters = parameters if work.parameters is None else work.parameters
+    return ExpertRows(work.x, work.rows, row_parameters, strategy, work.started)

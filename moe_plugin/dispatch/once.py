@@ -230,9 +230,9 @@ class OnceDispatcher(ExchangeDispatcher):
             source_N = source_N[order_by_piece(send_PW1, source_N)]
         complete = source_N.numel() == ids_TK.numel()
         pieces = tuple(
-            OncePiece(*([rows for [rows] in by_rank] for by_rank in both), piece in shares.local,
+            OncePiece(*([rows for [rows] in by_rank] for by_rank in sizes), piece in shares.local,
                       self.weights_first)
-            for piece, both in enumerate(zip(send_PW1, recv_PW1, strict=True)))
+            for piece, sizes in enumerate(zip(send_PW1, recv_PW1, strict=True)))
         pairs = Pairs.of(bundles, ids_TK, comm.size * width, first.pairs_out, first.pairs_in)
         plan = OncePlan(sum(map(sum, agreed.counts_PL)), source_N,
                         positions(source_N, ids_TK, complete), None, pieces, False, complete,

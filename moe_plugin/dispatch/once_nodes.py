@@ -30,13 +30,13 @@ class NodePeers:
     """The ranks that exchange rows between nodes.
 
     Attributes:
-        here: the ranks of this node.
+        node_ranks: the ranks of this node.
         via: for each node, the rank on it that receives rows from this rank.
         entry: for each rank, the rank of this node that receives rows from it.
         sources: the ranks that send rows to this rank.
     """
 
-    here: Sequence[int]
+    node_ranks: Sequence[int]
     via: list[int]
     entry: list[int]
     sources: list[int]
@@ -45,9 +45,10 @@ class NodePeers:
     def of(cls, comm: Comm) -> NodePeers:
         """Pair ranks that have the same position in their nodes, modulo the size of the node."""
         topology = comm.topology
-        place, here = topology.local_of, topology.peers(comm.rank)
-        entry = [here[place[source] % len(here)] for source in range(comm.size)]
-        return cls(here, [node[place[comm.rank] % len(node)] for node in topology.nodes], entry,
+        position, node_ranks = topology.local_of, topology.peers(comm.rank)
+        entry = [node_ranks[position[source] % len(node_ranks)] for source in range(comm.size)]
+        via = [node[position[comm.rank] % len(node)] for node in topology.nodes]
+        return cls(node_ranks, via, entry,
                    [source for source, mate in enumerate(entry) if mate == comm.rank])
 
 
@@ -60,7 +61,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
         peers = NodePeers.of(self.placement.comm)
-        self.here, self.via, self.sources = peers.here, peers.via, peers.sources
+        self.node_ranks, self.via, self.sources = peers.node_ranks, peers.via, peers.sources
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
         topology = self.placement.comm.topology
@@ -91,57 +92,58 @@ class OnceToNodesDispatcher(OnceDispatcher):
         """
         comm, size = self.placement.comm, self.placement.comm.size
         pieces, columns = table_WPL.shape[1:]
-        linear, each = algorithms.get("linear"), pieces * columns
+        linear, table_size = algorithms.get("linear"), pieces * columns
         nodes = dict(zip(self.via, comm.topology.nodes, strict=True))
         # `header` selects from `known_H` what each target needs. Targets are in ascending order,
         # because the buffer of an all-to-all is ordered by rank.
         header, send = [], [0] * size
         for target in sorted(nodes):  # the rows for the node, then the tables of its ranks
             header += [target]
-            header += [size + rank * each + i for rank in nodes[target] for i in range(each)]
-            send[target] = 1 + len(nodes[target]) * each
+            header += [size + rank * table_size + i for rank in nodes[target]
+                       for i in range(table_size)]
+            send[target] = 1 + len(nodes[target]) * table_size
         known_H = torch.cat([rows_W, table_WPL.flatten()])
         recv = [0] * size
         for source in self.sources:
-            recv[source] = 1 + len(self.here) * each
+            recv[source] = 1 + len(self.node_ranks) * table_size
         got_H = linear(comm, known_H[to_device(header, known_H.device)], send, recv)
         got_SM = got_H.view(len(self.sources), -1)
         # what this rank forwards to a rank of its node is the sum over all ranks that send here
-        on = [each if rank in self.here else 0 for rank in range(size)]
+        on = [table_size if rank in self.node_ranks else 0 for rank in range(size)]
         last_H = linear(comm, got_SM[:, 1:].sum(0).contiguous(), on, on)
         # one copy to the host for all numbers
         read = torch.cat([known_H, got_H, last_H]).tolist()
-        known, got, last = (read[:len(known_H)], read[len(known_H):-len(last_H)],
-                            read[-len(last_H):])
-        return self._sizes(known, got, last, pieces, columns)
+        own, total = len(known_H), len(known_H) + len(got_H)
+        return self._sizes(read[:own], read[own:total], read[total:], pieces, columns)
 
-    def _sizes(self, known: list[int], got: list[int], last: list[int], pieces: int,
-               columns: int) -> Agreed:
+    def _sizes(self, own_sizes: list[int], source_sizes: list[int], node_sizes: list[int],
+               pieces: int, columns: int) -> Agreed:
         """Convert the numbers that `agree` has read."""
-        size, here = self.placement.comm.size, self.here
-        each = pieces * columns
+        size, node_ranks = self.placement.comm.size, self.node_ranks
+        table_size = pieces * columns
         node_of = self.placement.comm.topology.node_of
 
         def table(flat: list[int], ranks: int) -> list[list[list[int]]]:
             return [[flat[start + p * columns:start + (p + 1) * columns] for p in range(pieces)]
-                    for start in range(0, ranks * each, each)]
+                    for start in range(0, ranks * table_size, table_size)]
 
-        send, pairs_out = known[:size], [0] * size
-        for rank, row in enumerate(table(known[size:], size)):
+        send, pairs_out = own_sizes[:size], [0] * size
+        for rank, row in enumerate(table(own_sizes[size:], size)):
             pairs_out[self.via[node_of[rank]]] += pairs_of(row)
         recv, pairs_in_PW = [0] * size, [[0] * size for _ in range(pieces)]
         send_on = [Sizes([0] * size, [0] * size, [0] * size, [[0] * size]) for _ in range(pieces)]
         for number, source in enumerate(self.sources):
-            start = number * (1 + len(here) * each)
-            recv[source] = got[start]
-            for rank, row in zip(here, table(got[start + 1:], len(here)), strict=True):
+            start = number * (1 + len(node_ranks) * table_size)
+            recv[source] = source_sizes[start]
+            forwarded = table(source_sizes[start + 1:], len(node_ranks))
+            for rank, row in zip(node_ranks, forwarded, strict=True):
                 for piece in range(pieces):
                     pairs = pairs_of([row[piece]])
                     pairs_in_PW[piece][source] += pairs
                     send_on[piece].send[rank] += row[piece][0]
                     send_on[piece].pairs_out[rank] += pairs
-        arriving = table(last, len(here))
-        for rank, row in zip(here, arriving, strict=True):
+        arriving = table(node_sizes, len(node_ranks))
+        for rank, row in zip(node_ranks, arriving, strict=True):
             for piece in range(pieces):
                 send_on[piece].recv[rank] = row[piece][0]
                 send_on[piece].pairs_in_PW[0][rank] = pairs_of([row[piece]])

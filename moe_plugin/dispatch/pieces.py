@@ -101,9 +101,9 @@ def _by_experts(number: int, ranks: int, local: int) -> PieceShares:
 
 def _by_peers(number: int, ranks: int, local: int) -> PieceShares:
     # rows of distance 0 stay on their rank: half of them in the first piece, half in the last one
-    here = [0, *[1] * (number + 1), 2]
-    shares_W = [here, *([0, *window, number] for window in
-                        (_window(number, ranks - 1, peer) for peer in range(ranks - 1)))]
+    local_shares = [0, *[1] * (number + 1), 2]
+    windows = (_window(number, ranks - 1, peer) for peer in range(ranks - 1))
+    shares_W = [local_shares, *([0, *window, number] for window in windows)]
     return PieceShares(lambda distance, expert: shares_W[distance], number + 2, (0, number + 1))
 
 
@@ -272,17 +272,17 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
         number: the number of pieces. If there are fewer slots, there are as many pieces as slots.
         sharers: the number of ranks that have the same tokens and divide the slots.
     """
-    own = -(-capacity // sharers)
-    number = max(1, min(number, own))  # no piece may be empty
-    starts = [own * c // number for c in range(number + 1)]
+    sharer_slots = -(-capacity // sharers)
+    number = max(1, min(number, sharer_slots))  # no piece may be empty
+    starts = [sharer_slots * c // number for c in range(number + 1)]
     sharer_TK = 0
     if sharers > 1:
-        sharer_TK, slots_TK = slots_TK // max(1, own), slots_TK % max(1, own)
+        sharer_TK, slots_TK = slots_TK // max(1, sharer_slots), slots_TK % max(1, sharer_slots)
     owner_TK = torch.where(ids_TK >= 0, sharer_TK * place.virtual + ids_TK, -1)
     position_TK = slot_positions(owner_TK, slots_TK, sharers * place.virtual, starts)
-    source_N = slot_sources(position_TK, sharers * own * place.virtual)
+    source_N = slot_sources(position_TK, sharers * sharer_slots * place.virtual)
     pieces = tuple(_even_piece(place, starts[c + 1] - starts[c]) for c in range(number))
-    rows = place.comm.size * place.local * own
+    rows = place.comm.size * place.local * sharer_slots
     return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, True)
 
 

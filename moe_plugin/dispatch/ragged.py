@@ -113,10 +113,10 @@ class SentSizes:
         The host waits for the numbers, but not for work that was launched after the exchange.
         """
         if self._rows is None:  # read once: `parallel.prefill` reads the numbers before the plan
-            found = self._arriving().view(self._shape).tolist()
+            rows_by_side = self._arriving().view(self._shape).tolist()
             if self._shape[2] > self._local:
-                self.most_tokens = max(row.pop() for side in found for row in side)
-            self._rows = found
+                self.most_tokens = max(row.pop() for side in rows_by_side for row in side)
+            self._rows = rows_by_side
         send_WL, recv_WL = self._rows
         return send_WL, recv_WL
 
@@ -161,8 +161,8 @@ def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routin
 
 
 def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    known = known_load(routing) if place.shards == 1 else ()
-    return sort_by_expert(ids_TK, place.virtual, *known)
+    counted = known_load(routing) if place.shards == 1 else ()
+    return sort_by_expert(ids_TK, place.virtual, *counted)
 
 
 @dispatchers.register("ragged")

@@ -231,9 +231,9 @@ class PagedStash(Limit):
     def needed(self) -> Tensor | None:  # type: ignore[override]
         """See `Limit`. The unit is bytes."""
         # 0 unless a tensor was lost: only then were the pages too few
-        each = [pages.most * (pages.lost > 0) * (PAGE * dtype.itemsize)
-                for (dtype, _), pages in self._pages.items()]
-        return torch.stack(each).amax() if each else None
+        needed = [pages.most * (pages.lost > 0) * (PAGE * dtype.itemsize)
+                  for (dtype, _), pages in self._pages.items()]
+        return torch.stack(needed).amax() if needed else None
 
     def grow(self, needed: int) -> None:
         """See `Limit`. Tensors in existing pages remain there."""
@@ -253,13 +253,13 @@ class PagedStash(Limit):
         """
         key, page = (like.dtype, like.device), PAGE * like.element_size()
         wanted = self.bytes // page, self.host_bytes // page
-        known = self._pages.get(key)
-        slots = (0, 0) if known is None else tuple(ring.slots for ring in known.rings)
-        if known is None or wanted[0] > slots[0] or wanted[1] > slots[1]:
-            made = self._pages[key] = Pages(*map(max, wanted, slots), like)
-            if known is not None:  # stored tensors remain in the old pages; keep their counters
-                made.lost.copy_(known.lost)
-                made.most.copy_(known.most)
+        old = self._pages.get(key)
+        slots = (0, 0) if old is None else tuple(ring.slots for ring in old.rings)
+        if old is None or wanted[0] > slots[0] or wanted[1] > slots[1]:
+            new = self._pages[key] = Pages(*map(max, wanted, slots), like)
+            if old is not None:  # stored tensors remain in the old pages; keep their counters
+                new.lost.copy_(old.lost)
+                new.most.copy_(old.most)
         return self._pages[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStash:

@@ -85,43 +85,43 @@ def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
     return own_N
 
 
-def most_of(limits: Sequence[Limit], own: Tensor) -> Tensor:
+def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
     """Reduce the needs of N limits to the maximum for each of K classes of limits.
 
     Args:
         limits: N limits.
-        own: int64 [..., N], the need of each limit.
+        needs: int64 [..., N], the need of each limit.
     Returns: int64 [..., 2 K]. For each class the maximum over limits whose overflow is an error,
         then the maximum over limits whose step is repeated.
     """
     places_N = torch.tensor([2 * _kinds().index(type(limit)) + limit.repeats for limit in limits],
-                            dtype=torch.int64, device=own.device)
-    most = own.new_zeros(*own.shape[:-1], 2 * len(_kinds()))
-    return most.scatter_reduce(-1, places_N.expand_as(own), own, "amax")
+                            dtype=torch.int64, device=needs.device)
+    most = needs.new_zeros(*needs.shape[:-1], 2 * len(_kinds()))
+    return most.scatter_reduce(-1, places_N.expand_as(needs), needs, "amax")
 
 
-def settle(limits: Sequence[Limit], found: Tensor) -> bool:
+def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
     """Grow or reset the limits, the last part of `overflowed`. The host waits once.
 
     Args:
         limits: the limits of this rank.
-        found: int64 [2 K + N], the result of `most_of` reduced over all ranks, followed by the need
+        needs: int64 [2 K + N], the result of `most_of` reduced over all ranks, followed by the need
             of each limit of this rank.
     Returns: whether the step must be repeated.
     Raises:
         RowsOverflow: a limit was exceeded for which steps are not repeated.
     """
-    kinds = _kinds()
-    found = found.tolist()  # the only wait for the device
-    for limit, own in zip(limits, found[2 * len(kinds):], strict=True):
-        limit.grow(own) if limit.repeats and own else limit.forget()
-    said = [kind.remedy.format(needed=found[2 * index]) for index, kind in enumerate(kinds)
-            if found[2 * index]]
-    if said:
+    classes = _kinds()
+    needs = needs.tolist()  # the only wait for the device
+    for limit, need in zip(limits, needs[2 * len(classes):], strict=True):
+        limit.grow(need) if limit.repeats and need else limit.forget()
+    errors = [limit_class.remedy.format(needed=needs[2 * index])
+              for index, limit_class in enumerate(classes) if needs[2 * index]]
+    if errors:
         raise RowsOverflow(
-            f"{'; '.join(said)}; or set dispatch.on_overflow to repeat. The outputs or gradients "
+            f"{'; '.join(errors)}; or set dispatch.on_overflow to repeat. The outputs or gradients "
             "of this step are NaN, so the step must be discarded")
-    return any(found[1:2 * len(kinds):2])
+    return any(needs[1:2 * len(classes):2])
 
 
 def _kinds() -> list[type[Limit]]:
@@ -232,6 +232,6 @@ def _most(ids_TK: Tensor, comm: Comm) -> tuple[int, int]:
         raise comm.error("the ranks have not agreed on a number of tokens yet, and they cannot do "
                          "so in a compiled or captured call. Set dispatch.max_tokens, or call the "
                          "layer once with gradients before it is compiled or captured")
-    own = torch.tensor([ids_TK.numel(), ids_TK.shape[0]], device=ids_TK.device)
-    choices, tokens = comm.all_reduce(own, "max").tolist()
+    own_sizes = torch.tensor([ids_TK.numel(), ids_TK.shape[0]], device=ids_TK.device)
+    choices, tokens = comm.all_reduce(own_sizes, "max").tolist()
     return choices, tokens

@@ -51,16 +51,16 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
     """
     ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
-    me, local = place.comm.rank, place.local
+    rank, local = place.comm.rank, place.local
     if spill is None:
-        mine = counts_WV[me]
-        send_WL = [mine[i:i + local] for i in range(0, place.virtual, local)]
-        recv_WL = [row[me * local:(me + 1) * local] for row in counts_WV]
+        counts_V = counts_WV[rank]
+        send_WL = [counts_V[i:i + local] for i in range(0, place.virtual, local)]
+        recv_WL = [row[rank * local:(rank + 1) * local] for row in counts_WV]
     else:
         tables = _Tables(spill)
-        send_WL = [tables.row(me, target) for target in range(spill.ranks)]
-        recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
-        order_N = tables.regroup(order_N, me)
+        send_WL = [tables.row(rank, target) for target in range(spill.ranks)]
+        recv_WL = [tables.row(source, rank) for source in range(spill.ranks)]
+        order_N = tables.regroup(order_N, rank)
     # from here on borrowed experts are ordinary local experts with numbers from `local` on
     plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, overlap)
     count_rows(plan, place)

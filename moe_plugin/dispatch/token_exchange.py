@@ -161,24 +161,24 @@ class _Exchanges:
     made: dict[tuple[Any, ...], TokenExchange] = field(default_factory=dict)
 
 
-def exchange_of(kind: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
+def exchange_of(exchange_class: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
     """Return the exchange of a group for at least these sizes.
 
     The exchange is created on first use, and again when a larger one is needed. Creating an
     exchange is collective, and all ranks must pass the same sizes.
     """
     made = comm.state.get(_Exchanges).made
-    key = (kind, *kind.key(size))
-    known = made.get(key)
-    if known is not None:
-        old = known.size
+    key = (exchange_class, *exchange_class.key(size))
+    existing = made.get(key)
+    if existing is not None:
+        old = existing.size
         # grows in each dimension, so that calls of two sizes do not replace each other's exchange
         size = replace(size, **{name: max(getattr(size, name), getattr(old, name))
                                 for name in ("tokens", "width", "token_bytes", "top_k")})
         if replace(size, experts=old.experts) == old:
-            return known
-    with comm.error_context(lambda: f"making buffers of {kind.__name__} for {size}"):
-        made[key] = kind(comm, size)
+            return existing
+    with comm.error_context(lambda: f"making buffers of {exchange_class.__name__} for {size}"):
+        made[key] = exchange_class(comm, size)
     return made[key]
 
 

@@ -80,9 +80,9 @@ class WireFormat(Exchange):
         if self.other == self.name:
             return self
         # stored by hand, because `cached_property` of the new object would create a third one
-        found = replace(self, name=self.other, other=self.name)
-        found.__dict__["back"] = self
-        return found
+        opposite = replace(self, name=self.other, other=self.name)
+        opposite.__dict__["back"] = self
+        return opposite
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
@@ -175,8 +175,8 @@ def with_wire(algorithm: Exchange, name: str, back: str = "same") -> Exchange:
         ValueError: a format is unknown.
     """
     back = name if back == "same" else back
-    for each in (name, back):
-        if each not in ("none", *FORMATS):
+    for format_name in (name, back):
+        if format_name not in ("none", *FORMATS):
             raise ValueError(
-                f"unknown wire format {each!r}. Known formats: none, {', '.join(FORMATS)}")
+                f"unknown wire format {format_name!r}. Known formats: none, {', '.join(FORMATS)}")
     return algorithm if name == back == "none" else WireFormat(algorithm, name, back)

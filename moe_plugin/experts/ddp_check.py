@@ -129,9 +129,9 @@ def _refuse_hooks(ddp: DistributedDataParallel) -> None:
     # private in torch (>= 2.0); without it nothing is checked
     for hook, _ in getattr(ddp, "_comm_hooks", []):
         name = getattr(hook, "__name__", type(hook).__name__)
-        known = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
-                 and name not in ("noop_hook", "post_localSGD_hook"))
-        if not known and not getattr(hook, "averages", False):
+        averages = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
+                    and name not in ("noop_hook", "post_localSGD_hook"))
+        if not averages and not getattr(hook, "averages", False):
             raise ValueError(
                 f"the communication hook {name!r} of DistributedDataParallel may not average "
                 "gradients over all ranks, but the gradients of experts are averaged. Divide by "

@@ -242,10 +242,11 @@ def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Apply the inverse of `give`. A hook that runs before `load_state_dict`."""
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
-    own = {f"{prefix}experts.{name}": value for name, value in layer.experts.named_parameters()}
+    shapes = {f"{prefix}experts.{name}": value.shape
+              for name, value in layer.experts.named_parameters()}
     keys = [key for key in state if key.startswith(prefix + "experts.")]
     whole = [key for key in keys if place.comm.size > 1 and (
-        is_sharded(state[key]) or (dcp and key in own and state[key].shape != own[key].shape))]
+        is_sharded(state[key]) or (dcp and key in shapes and state[key].shape != shapes[key]))]
     for key in keys:
         state[key] = (_taken(state[key], window_in(key, state[key].shape, place)) if key in whole
                       else _plain(state[key]))
@@ -323,21 +324,21 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
-def _changed(optimizer: Optimizer, found: dict[str, Any], change: Callable[..., Any],
+def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[..., Any],
              keys: Iterable[Any]) -> dict[str, Any]:
     """Apply a function to an optimizer's state of each expert parameter.
 
     Args:
         optimizer: the optimizer.
-        found: its state dict.
+        state_dict: its state dict.
         change: a function of parameter, value, name and placement that returns the new value.
         keys: the keys of the parameters in the state dict, in the order of the parameters.
     """
-    placed, state = placed_parameters(), dict(found["state"])
+    placed, state = placed_parameters(), dict(state_dict["state"])
     for parameter, key in zip(_parameters(optimizer), keys, strict=False):
         if id(parameter) in placed and key in state:
             state[key] = _over(state[key], partial(change, parameter), *placed[id(parameter)])
-    return {**found, "state": state}
+    return {**state_dict, "state": state}
 
 
 def _over(value: Any, change: Callable[..., Any], name: str, place: Placement) -> Any:

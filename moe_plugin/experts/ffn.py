@@ -182,13 +182,13 @@ class FFNExperts(Experts):
 
     def local_parameters(self) -> dict[str, Tensor]:
         """See `Experts`. The names are those of `SHARD_AXIS` that this kind of expert has."""
-        found = {}
+        parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
-                found[name] = value
+                parameters[name] = value
         for name in self.main_grad_weights() if self.adds_to_main_grad else ():
-            found[name] = redirect_grad(found[name])
-        return found if self.adapters is None else {**found, **self.used_adapters()}
+            parameters[name] = redirect_grad(parameters[name])
+        return parameters if self.adapters is None else {**parameters, **self.used_adapters()}
 
     def weights_of(self) -> dict[str, list[Tensor]]:
         """Return the stored weights by place (`lora.PLACES`)."""
@@ -246,12 +246,12 @@ class FFNExperts(Experts):
         ranks, shards = self.adapters, self._shards()
         if ranks is None or ranks.merged is not None:
             return {}
-        found = {name: value for name in ADAPTER_AXIS
-                 if (value := self._parameters.get(name)) is not None}
-        cut = {name: found[name] for name in WHOLE if name in found and shards is not None}
+        tensors = {name: value for name in ADAPTER_AXIS
+                   if (value := self._parameters.get(name)) is not None}
+        cut = {name: tensors[name] for name in WHOLE if name in tensors and shards is not None}
         if shards is not None and cut:
-            found |= gather_parameters(cut, shards, shards.size, ADAPTER_AXIS)
-        return with_factors(found, self.weights_of(), ranks, self.placement.first_expert, shards)
+            tensors |= gather_parameters(cut, shards, shards.size, ADAPTER_AXIS)
+        return with_factors(tensors, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
         """Return the weights, by name, whose gradients are added to the host's `main_grad`."""
@@ -362,13 +362,13 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
 
 
 def _together(part_WN: Tensor, like: Tensor, axis: int | None, shards: int) -> Tensor:
-    rest = like.shape[1:]
+    shape = like.shape[1:]
     if shards == 1:
-        return part_WN.reshape(-1, *rest)
+        return part_WN.reshape(-1, *shape)
     # axes: groups of ranks with the same experts, shards of an expert, experts, ...
     split = part_WN.reshape(-1, shards, *like.shape)
     if axis is None:
-        return split[:, 0].reshape(-1, *rest)
-    whole = list(rest)
+        return split[:, 0].reshape(-1, *shape)
+    whole = list(shape)
     whole[axis - 1] *= shards
     return split.movedim(1, axis + 1).reshape(-1, *whole)

@@ -67,8 +67,8 @@ class ExpertRanks:
         """
         key = place, self.alphas[place], first, like.shape[:2], like.dtype, like.device
         if key not in self._scales:
-            mine = self.ranks[place][first:first + like.shape[0]]
-            rows = [[self.scale(place, r)] * r + [0.0] * (like.shape[1] - r) for r in mine]
+            ranks_L = self.ranks[place][first:first + like.shape[0]]
+            rows = [[self.scale(place, r)] * r + [0.0] * (like.shape[1] - r) for r in ranks_L]
             with torch.inference_mode(False):  # the cached tensor must be usable in training
                 self._scales[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
         return self._scales[key]
@@ -98,13 +98,13 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
     return squared.clamp(min=1e-12).sqrt()  # results are divisors: must not be 0
 
 
-def with_factors(found: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
+def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
     """Multiply each b by its scale, and replace the lengths m by the factors of the columns.
 
     Args:
-        found: the tensors by name, which are changed in place. The tensors named in `WHOLE` must be
-            whole.
+        tensors: the tensors by name, which are changed in place. The tensors named in `WHOLE` must
+            be whole.
         weights: the weights by place, in the order of `PLACES`.
         ranks: the ranks and scales of the adapters.
         first: the global index of the first expert.
@@ -112,25 +112,25 @@ def with_factors(found: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):
-            if b not in found:
+            if b not in tensors:
                 continue
-            scale_LR = ranks.scale_LR(place, first, found[b])
-            found[b] = found[b] * scale_LR[..., None]
-            if m in found:
+            scale_LR = ranks.scale_LR(place, first, tensors[b])
+            tensors[b] = tensors[b] * scale_LR[..., None]
+            if m in tensors:
                 # as in the paper (section 4.3), the length of the sum has no gradient
-                length_LO = column_lengths(w_LIO, LowRank(found[a], found[b], None),
+                length_LO = column_lengths(w_LIO, LowRank(tensors[a], tensors[b], None),
                                            shards if place == "out" else None)
-                factor_LO = found[m] / length_LO.to(found[m].dtype)
-                found[m] = torch.where(scale_LR.any(1, keepdim=True), factor_LO, 1.0)
-    return found
+                factor_LO = tensors[m] / length_LO.to(tensors[m].dtype)
+                tensors[m] = torch.where(scale_LR.any(1, keepdim=True), factor_LO, 1.0)
+    return tensors
 
 
-def as_adapters(found: Mapping[str, Tensor]) -> dict[str, LowRank]:
+def as_adapters(tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
     """Convert tensors by name to `FFNParameters.adapters`. Other names are ignored."""
     made = {}
     for place, (a, bs, ms) in PLACES.items():
-        if a in found:
-            b, m = ([found[name] for name in names if name in found] for names in (bs, ms))
-            made[place] = LowRank(found[a], b[0] if len(b) == 1 else torch.cat(b, -1),
+        if a in tensors:
+            b, m = ([tensors[name] for name in names if name in tensors] for names in (bs, ms))
+            made[place] = LowRank(tensors[a], b[0] if len(b) == 1 else torch.cat(b, -1),
                                   None if not m else m[0] if len(m) == 1 else torch.cat(m, -1))
     return made

@@ -54,9 +54,9 @@ def mark_matrices(experts: nn.Module, shards: int) -> None:
         experts: the experts of a layer.
         shards: the number of shards of each expert.
     """
-    found = dict(experts.named_parameters())
+    parameters = dict(experts.named_parameters())
     for names in (("w_gate_LDF", "w_in_LDF"), ("w_out_LFD",)):
-        weights = [found[name] for name in names if name in found]
+        weights = [parameters[name] for name in names if name in parameters]
         stack = Stack(len(weights), shards)
         for number, weight in enumerate(weights):
             setattr(weight, MARK, MatrixPart(stack, number))
@@ -73,13 +73,14 @@ def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
     Args:
         parts: all weights of a stack, [L, in, out] each.
     """
-    return [torch.cat([each.t() for each in of_one]) for of_one in zip(*parts, strict=True)]
+    return [torch.cat([part.t() for part in expert_parts])
+            for expert_parts in zip(*parts, strict=True)]
 
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Return weights with the shapes of `like`: the inverse of `to_matrices`."""
     # rows of the matrix are outputs, which are the last axis of a weight
-    widths = [each.shape[2] for each in like]
+    widths = [part.shape[2] for part in like]
     split = [matrix.split(widths) for matrix in matrices]
     return [torch.stack([rows.t() for rows in of_part]) for of_part in zip(*split, strict=True)]
 

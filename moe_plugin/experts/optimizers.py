@@ -141,8 +141,8 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
     if all(sharded) or not any(sharded):
         return [group]
     return [{**group, "params": [parameter for parameter, is_shard in
-                                 zip(group["params"], sharded, strict=True) if is_shard is kind]}
-            for kind in (True, False)]
+                                 zip(group["params"], sharded, strict=True) if is_shard is wanted]}
+            for wanted in (True, False)]
 
 
 def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -162,8 +162,8 @@ def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     ranks = max(map(expert_ranks, parameters), default=1)
     if ranks > 1:
-        for kind in type(optimizer).__mro__:
-            _refuse(_TOOLS.get(kind.__module__), ranks)
+        for base in type(optimizer).__mro__:
+            _refuse(_TOOLS.get(base.__module__), ranks)
         refuse_tools(ranks)
 
 

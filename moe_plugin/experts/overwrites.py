@@ -203,8 +203,8 @@ def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, in
     """Return two ranks with the same part whose values were equal and are no longer, or None."""
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
-    found = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
-    return (int(first_R[found[0]]), found[0]) if found else None
+    drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
+    return (int(first_R[drifted[0]]), drifted[0]) if drifted else None
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
@@ -212,19 +212,19 @@ def _sample(parameters: Iterable[Tensor]) -> Tensor:
 
     The sample is padded with zeros. Parameters without memory and sharded parameters are skipped.
     """
-    found, several = [], [p for p in parameters if p.numel() and p.is_floating_point()]
-    each = max(1, VALUES // max(1, len(several)))
-    for parameter in several[:VALUES]:
+    samples, sampled = [], [p for p in parameters if p.numel() and p.is_floating_point()]
+    per_parameter = max(1, VALUES // max(1, len(sampled)))
+    for parameter in sampled[:VALUES]:
         if parameter.is_meta or is_sharded(parameter):
             continue
         whole = parameter.detach()
-        count = min(each, whole.numel())
+        count = min(per_parameter, whole.numel())
         # selected by position in memory, because a transposed parameter would otherwise be copied
         values = whole.as_strided((count,), (whole.numel() // count,), whole.storage_offset())
-        found.append(values.to(torch.float32, copy=True))
-    sample_N = torch.zeros(VALUES, device=found[0].device if found else "cpu")
-    if found:
-        taken = torch.cat([values.to(sample_N.device) for values in found])[:VALUES]
+        samples.append(values.to(torch.float32, copy=True))
+    sample_N = torch.zeros(VALUES, device=samples[0].device if samples else "cpu")
+    if samples:
+        taken = torch.cat([values.to(sample_N.device) for values in samples])[:VALUES]
         sample_N[:len(taken)] = taken
     return sample_N
 

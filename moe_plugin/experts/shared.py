@@ -35,8 +35,8 @@ class DrawnLinear(nn.Linear):
             # each rank draws the whole layer, so that values do not depend on the sharding
             whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
                                 std=self.std, dtype=self.weight.dtype, device=self.weight.device)
-            for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
-                fill_(mine, drawn)
+            for parameter, drawn in zip(self.parameters(), whole.parameters(), strict=True):
+                fill_(parameter, drawn)
             return
         super().reset_parameters()
         if self.std is not None:
