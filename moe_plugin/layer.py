@@ -73,8 +73,8 @@ class LayerState(HasFinishStep, LinkableLayer):
     route: Callable[..., Routing]
 
     def follow_from_now_on(self) -> None:
-        """Register the hooks for state dicts and mark the parameters. Called once, at the end of
-        `__init__`.
+        """Register the hooks for state dicts, mark the parameters, and disable routing until the
+        layer is linked, if the settings need a link. Called once, at the end of `__init__`.
         """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         distributed_state.hook(self)

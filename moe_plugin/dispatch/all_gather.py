@@ -163,5 +163,6 @@ class _Gather(torch.autograd.Function):
         else:  # the gradients of the gate weights keep their precision
             mine_TD = _reduce(comm, grad_AD, wanted)
             mine_TK = _reduce(comm, grad_AK, wanted)
+        # the gradients of padding are cut off
         x_grad = mine_TD[:ctx.tokens].to(ctx.dtypes[0])
         return x_grad, mine_TK[:ctx.tokens].to(ctx.dtypes[1]), None, None, None, None

@@ -314,6 +314,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
                    anchor: Tensor | None) -> None:
         """Prepare a piece for its rows, of which `rows` arrive from each source."""
         place, choices = self.placement, arrived.weights_RK.shape[1]
+        # a source sends at most `slots` pairs, and at most K of them for each row
         most = place.comm.size * min(slots, rows * choices)
         piece.rows = bounded_plan(arrived, place.comm.rank * place.local, place.local, most)
 
@@ -368,6 +369,7 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         return False
 
     def first_hop(self, slots: int, tokens: int) -> SlotHop:
+        # the rows for all ranks of a node go to one of them; a token is one row
         pairs = slots * self.most_on_a_node
         return SlotHop(self.placement.comm, self.targets, self.sources, min(pairs, tokens), pairs)
 

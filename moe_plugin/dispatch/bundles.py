@@ -74,6 +74,7 @@ class Bundles:
         order_N, pairs_W = sort_by_expert(target_TK, ranks)
         first_TK = first_of_each(target_TK)
         first_N = first_TK.reshape(-1)[order_N]
+        # a token is one row for a target, counted by its first choice there
         rows_W = expert_load(torch.where(first_TK, target_TK, -1), ranks)
         return cls(target_TK, first_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
 

@@ -221,7 +221,7 @@ class SentPieces(Sent):
 
     def put_back(self, result: Tensor) -> None:
         """See `Sent`. Stores the token of the exchange instead of the result."""
-        number = len(self.results)
+        number = len(self.results)  # results are put back in the order of the pieces
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
 

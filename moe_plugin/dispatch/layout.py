@@ -79,7 +79,8 @@ class LayerLayout:
     plain: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.choice.label)  # read in each call
+        # computed once here, because every call reads them
+        object.__setattr__(self, "label", self.choice.label)
         object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
         object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
                            and self.pieces == 1)

@@ -93,6 +93,7 @@ class Pages:
         if pinned and not INSTALLED:
             raise ValueError("dispatch.stash_host_mib > 0 needs Triton on a GPU, because only "
                              "Triton kernels can access host memory. Install triton, or use 0")
+        # the last page absorbs the writes of rows for which there is no page
         self.pages_SP = torch.empty(slots + 1, PAGE, dtype=like.dtype, device=device)
         if pinned:
             self.host_SP = pinned_buffer((host + 1, PAGE), like.dtype, device)

@@ -193,6 +193,7 @@ class RowsLimit(Limit):
         if self.factor is not None:
             copies = place.copies or place.shards
             bound = min(bound, math.ceil(self.factor * choices * copies / place.comm.size))
+        # a rank without tokens needs buffers, too, because it takes part in the exchange
         return max(1, bound, self.least), max(1, tokens, self.least)
 
     def record(self, most: Tensor, slots: int) -> Tensor:

@@ -97,6 +97,7 @@ class TokenEntry:
             raise ValueError(
                 "the input is on the meta device, but routing depends on the values of the tokens. "
                 "Move the layer to a real device with to_empty() before the first forward pass")
+        # autocast converts tokens and weights to one dtype
         if dtype not in (None, x.dtype) and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"the input has dtype {x.dtype}, but the experts have dtype {dtype}. Convert one "

@@ -33,9 +33,9 @@ _TOOLS = {
     "deepspeed.runtime.engine": "deepspeed.initialize",
 }
 INSTEAD = (
-    "Wrap the model by moe_plugin.fully_shard_model(model), which shards all other parameters and "
-    "their optimizer states, or by moe_plugin.ddp_model(model), and use an optimizer of "
-    "torch.optim. If every rank should hold all experts, use MoELayer(..., comm=LocalComm())")
+    "Wrap the model with moe_plugin.fully_shard_model(model), which shards all other parameters "
+    "and their optimizer states, or with moe_plugin.ddp_model(model), and use an optimizer of "
+    "torch.optim. If every rank should store all experts, use MoELayer(..., comm=LocalComm())")
 _watched: list[object] = []  # the hooks on all optimizers, registered once
 # for each optimizer: whether some of its groups contain both sharded and whole parameters
 _SEEN: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
