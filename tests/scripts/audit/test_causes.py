@@ -85,7 +85,7 @@ NORMS = {
     "counts an expert twice": lambda c, e, d, own: (2 * e + d)**0.5,
     "counts an expert for each replica": lambda c, e, d, own: (c.replicas * e + d)**0.5,
     "counts an expert for each rank of its group": lambda c, e, d, own: (c.ep * e + d)**0.5,
-    "counts what is no expert for each rank": lambda c, e, d, own: (e + c.ranks * d)**0.5,
+    "counts other parameters for each rank": lambda c, e, d, own: (e + c.ranks * d)**0.5,
     "leaves out the experts": lambda c, e, d, own: d**0.5,
     "not a multiple": lambda c, e, d, own: 0.9 * (e + d)**0.5,
 }
