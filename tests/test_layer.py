@@ -351,6 +351,6 @@ def test_an_expert_that_returns_another_shape_is_named(make, found: str) -> None
     n = int((layer.router(x).ids_TK == 1).sum())
     assert n > 0
     message = (rf"expert 1 \(Returns\) returned {found.format(n=n, more=n + 1)} for rows of shape "
-               rf"\({n}, 8\): must be equal")
+               rf"\({n}, 8\), but the shapes must be equal")
     with pytest.raises(ValueError, match=message):
         layer(x)
