@@ -179,7 +179,7 @@ class RoutedExperts:
             kept: the routing after the capacity was applied.
             choice: the layout requested by the caller. None to use the tuned or configured layout.
             training: whether this is a training call.
-        Returns: the layout, and the routing, which then includes the numbers of rows if the ranks
+        Returns: the layout, and the routing. The routing includes the numbers of rows if the ranks
             had to exchange these numbers to select the layout.
         """
         if transformed():
@@ -251,7 +251,10 @@ class RoutedExperts:
 
     @property
     def current(self) -> LayoutChoice:
-        """The layout of the latest call without a requested layout, or of the first such call."""
+        """The layout that was used by the latest call for which the caller requested no layout.
+
+        Before the first such call, this is the layout that the call will use.
+        """
         return self.layouts.fixed if self.tuner is None else self.tuner.current
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,

@@ -120,8 +120,8 @@ class Dispatcher(ABC):
         Args:
             routing: the routing of the call. The caller must set `routing.sizes` to the result.
             tokens: whether the largest number of tokens of any rank is exchanged, too.
-        Returns: the sizes under way (`dispatch.ragged.SentSizes`), or None if the dispatcher has
-            nothing to exchange early.
+        Returns: the exchange in progress (`dispatch.ragged.SentSizes`), or None if the dispatcher
+            has nothing to exchange early.
         """
         return None
 

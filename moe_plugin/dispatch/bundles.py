@@ -1,10 +1,10 @@
 """Rows that are sent once to each target, with (expert, weight) pairs: encoding and decoding.
 
-A token is sent as one row to each target rank that has some of its experts. For each of its choices
-there, a pair is sent separately: the expert shard, the gate weight, and a flag that says whether
-the pair begins a new row. Rows and pairs are ordered by target, then by token, and pairs then by
-choice. A pair has 6 to 12 bytes (`code_dtype`). No row numbers are sent: all pairs from one that
-begins a row up to the next such pair belong to the same row.
+A token is sent as one row to each target rank that has some of its experts. In addition, a pair is
+sent for each of these experts. A pair contains the expert shard, the gate weight, and a flag that
+says whether the pair begins a new row. Rows and pairs are ordered by target, then by token, and
+pairs then by choice. A pair has 6 to 12 bytes (`code_dtype`). No row numbers are sent: all pairs
+from one that begins a row up to the next such pair belong to the same row.
 
 In tensor names, T counts tokens (or received rows that are forwarded), K choices, N rows, P pairs
 that are sent, Q pairs that are received, R rows that are received, and W ranks.

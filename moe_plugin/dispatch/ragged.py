@@ -108,7 +108,7 @@ class SentSizes:
     most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the rows to each rank and from each rank, by the receiver's local expert.
+        """Return the numbers of rows to and from each rank, by the receiver's local expert.
 
         The host waits for the numbers, but not for work that was launched after the exchange.
         """

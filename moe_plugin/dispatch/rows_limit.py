@@ -149,7 +149,7 @@ class RowsLimit(Limit):
         least: a lower limit of the bound, set after an overflow. Initially 0.
         stashes: whether the rows needed in backward are stored in pages, without padding
             (`dispatch.row_pages`).
-        needed: the rows that would have fitted, equal on all ranks of the group (`Limit`).
+        needed: the bound that would have been enough, equal on all ranks of the group (`Limit`).
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "

@@ -119,7 +119,9 @@ class _Tables:
         self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
 
     def row(self, source: int, target: int) -> list[int]:
-        """Return the rows from `source` to `target`, by stored and then by borrowed expert."""
+        """Return the numbers of rows from `source` to `target`, for each stored expert and then
+        for each borrowed expert.
+        """
         local, counts = self.spill.local, self.spill.counts_WV[source]
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]
                   for e in range(target * local, (target + 1) * local)]

@@ -33,7 +33,7 @@ class WeighedChoices:
 
     @classmethod
     def split(cls, kept: KeptRouting) -> tuple[KeptRouting, WeighedChoices]:
-        """Return the routing of the N tokens, with weights of 1, and their description."""
+        """Return the routing of the N new tokens, in which all weights are 1, and the choices."""
         routing = kept.routing
         here_TK = routing.ids_TK >= 0
         number_TK = torch.arange(here_TK.numel(), device=here_TK.device).view(here_TK.shape)

@@ -204,7 +204,7 @@ def hook(layer: Any) -> None:
 
 
 def follow(layer: Any) -> None:
-    """Let state dicts of optimizers treat the experts of a layer that already has its hooks."""
+    """Make state dicts of optimizers handle the experts of a layer that already has its hooks."""
     _LAYERS.add(layer)
     if layer.comm.size > 1 and not hasattr(Optimizer.state_dict, "gives_experts"):
         Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
