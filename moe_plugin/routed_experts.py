@@ -336,9 +336,10 @@ class RoutedExperts:
         for key, own_value in {"shards": None, **self.state()}.items():
             if key not in ("tuner", "replicas") and state.get(key) != own_value:
                 raise ValueError(
-                    f"the checkpoint has {key}={state.get(key)}, this layer has {key}={own_value}. "
-                    "Load the checkpoint with the same number of experts, expert-parallel ranks "
-                    "and shards, or convert it with moe_plugin.checkpoint.reshard")
+                    f"the checkpoint has {key}={state.get(key)}, but this layer has "
+                    f"{key}={own_value}. Load the checkpoint with the same number of experts, "
+                    "expert-parallel ranks and shards, or convert it with "
+                    "moe_plugin.checkpoint.reshard")
         if self.tuner is not None and state.get("tuner") is not None:
             self.tuner.load_state(state["tuner"])
         if self.layouts.replicas is not None and state.get("replicas") is not None:

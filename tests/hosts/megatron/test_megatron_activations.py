@@ -95,4 +95,4 @@ def test_what_does_not_fit_is_refused(data: str) -> None:
     assert "does not fit Megatron's recompute_granularity" in message
     [message] = on_ranks(1, refusal, [
         *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "keep,swap,keep"])
-    assert "has 3 names, and the model 2 layers" in message
+    assert "has 3 policies, but the model has 2 layers" in message

@@ -105,15 +105,15 @@ def test_overrides_need_no_file() -> None:
      "of this script; did you mean num_layers"),
     (("megatron.num_layer=4",), "", "megatron.num_layer of .* did you mean num_layers"),
     (("router.fp23=true",), "", "unknown key 'router.fp23'; did you mean router.fp32"),
-    (("router.top_k=1",), "", "router.top_k='1' is set by Megatron's own argument.*"
+    (("router.top_k=1",), "", "router.top_k='1' cannot be set here, because Megatron has.*"
      "--moe-router-topk"),
-    ((), "megatron: {moe_router_noise: 0.1}", "is a setting of moe-plugin: write it as "
-     "router.noise beside the section"),
+    ((), "megatron: {moe_router_noise: 0.1}", "is a setting of moe-plugin. Write it as "
+     "router.noise outside the section"),
     ((), "megatron: [num_layers]", "must be a mapping of Megatron's arguments"),
     ((), "megatron: {swiglu: 3}", "megatron.swiglu.*=3 must be true or false"),
-    ((), "megatron: {lr: {a: 1}}", "must be a value or a list"),
+    ((), "megatron: {lr: {a: 1}}", "must be a single value or a list"),
     (("--yaml-cfg", "x.yaml"), "", "--yaml-cfg cannot be used with moe-plugin's launcher.*section "
-     "megatron of a file")])
+     "megatron of a YAML file")])
 def test_what_cannot_be_read_is_named(words: tuple[str, ...], text: str, error: str,
                                       tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=error):

@@ -55,7 +55,7 @@ def test_weights_of_another_replica_are_not_saved_in_silence(
     made.taken[3] = 5
     made.run = Run([_Replaced()])
     made.around_save({"iteration": 4}, lambda: saves.append(4))
-    assert not saves and "iteration 4 is written: weights are those of iteration 6" in caplog.text
+    assert not saves and "iteration 4 is written, because weights of iteration 6" in caplog.text
 
 
 def test_a_lost_step_is_not_one_that_was_skipped() -> None:

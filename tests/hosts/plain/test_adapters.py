@@ -141,9 +141,10 @@ def run_saved(folder: str) -> tuple[str, str]:
 def test_what_has_no_answer_on_two_ranks_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     for unsaved, undivided in run_gloo(2, run_saved, str(tmp_path / "saved")):
-        assert "ParamWrapper stands in the place of the experts of layer" in unsaved
+        assert "ParamWrapper replaces the experts of layer" in unsaved
         assert "merge_and_unload" in unsaved and "spread over 2 ranks" in unsaved
-        assert "only experts' are trained" in undivided and "reduce_experts(model)" in undivided
+        assert "only experts of this model are trainable" in undivided
+        assert "reduce_experts(model)" in undivided
     assert not (tmp_path / "saved").exists()
 
 
