@@ -333,7 +333,7 @@ def keep_counts(ddp: DistributedDataParallel) -> None:
     wrapper.
     """
     ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
-    ddp._assign_modules_buffers()  # before the next pass asks whether any are left to send
+    ddp._assign_modules_buffers()  # recompute which buffers DDP sends
     for router in ddp.module.modules():
         if isinstance(router, RouterModule) and router.all_ranks is None:
             router.all_ranks = TorchComm(ddp.process_group)
