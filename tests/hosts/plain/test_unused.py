@@ -55,9 +55,9 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
                                "comm was passed together with a layer"),
     "no step to end": (lambda: finish_step(dense()), "found no MoE layer in Sequential"),
     "parameters that were read before": (
-        read_before, "got none.*a new model.parameters.. each time"),
+        read_before, "got none.*call model.parameters.. again"),
     "a model for its parameters": (lambda: clip_grad_norm_(dense(), 1.0),
-                                   "got Linear: must be tensors"),
+                                   "got Linear; pass tensors"),
     "a unit of another model": (
         lambda: fully_shard_model(dense(), units=dense().children()), "a Linear that is not in"),
 }
