@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packaging.definitions import DEFINITION, ROOT, imports, sources
+from tests.packaging.definitions import DEFINITION, imports, sources, trees_of_tests
 
 pytestmark = pytest.mark.fast
 
@@ -33,6 +33,11 @@ ALLOWED = {
 }
 
 
+def name_of(node: ast.AST) -> str:
+    """The last part of a dotted name; empty for other expressions."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
 def private(name: str) -> bool:
     """Whether it begins with one underscore."""
     return name.startswith("_") and not name.startswith("__") and name != "_"
@@ -50,9 +55,10 @@ def defined(tree: ast.AST) -> Iterator[str]:
 def used(tree: ast.AST) -> Iterator[str]:
     """Private names that a test's code takes from what is not its own `self` or `cls`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
-            found = [node.attr]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("attr", "object")):
+        if isinstance(node, ast.Attribute):
+            of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found = [] if of_itself else [node.attr]
+        elif isinstance(node, ast.Call) and name_of(node.func).endswith(("attr", "object")):
             found = [str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)]
         else:
             found = [alias.name for alias, _ in imports(node)]
@@ -61,9 +67,8 @@ def used(tree: ast.AST) -> Iterator[str]:
 
 def test_tests_use_no_other_private_names():
     ours = {name for source in sources().values() for name in defined(source.tree)} - FOREIGN
-    found = {(file, name) for path in (ROOT / "tests").rglob("*.py")
-             if (file := path.relative_to(ROOT / "tests").as_posix()) not in WHITE_BOX
-             for name in used(ast.parse(path.read_text("utf-8"))) if name in ours}
+    found = {(file, name) for file, tree in trees_of_tests().items() if file not in WHITE_BOX
+             for name in used(tree) if name in ours}
     assert found == set(ALLOWED), "use what is public, or make public what two rooms need"
 
 
