@@ -149,6 +149,8 @@ def _serve(preload: str, address: Path, owner: int) -> None:
     listener.bind(str(address))
     listener.listen(64)  # jobs wait for the imports
     importlib.import_module(preload)
+    if preload.startswith("tests."):  # files of tests import it, in every rank
+        importlib.import_module("pytest")
     gc.collect()
     gc.freeze()  # a collection over what was imported takes 0.2 s, in every rank
     for imported in weakref.finalize._registry.values():  # to end torch's operators takes 0.05 s
