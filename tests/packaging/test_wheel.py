@@ -127,8 +127,8 @@ def test_examples_run_with_the_wheel_alone(installed: Path, examples: Path) -> N
 
 
 @pytest.mark.parametrize("words", [
-    "doctor --json", "recommend --help", "calibrate --help", "profile-device --help",
-    "reshard --help", "watch --help",
+    pytest.param("doctor --json", marks=pytest.mark.slow), "recommend --help", "calibrate --help",
+    "profile-device --help", "reshard --help", "watch --help",
     "plan --model configs/plans/small.yaml --cluster configs/clusters/a100_ib.yaml "
     "--device configs/devices/h100.yaml --nodes 1 --ranks-per-node 2",
     "schedule --topology ring:4 --size 1MiB",
