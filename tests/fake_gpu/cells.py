@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock, patch
 
 import torch
-import torch.distributed as dist
-import triton  # noqa: F401  (ranks are forked from a process that has imported it)
 from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.comm import Comm, LocalComm, Topology
+from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import load_cluster
@@ -33,6 +29,7 @@ from tests.exactness.spills import planned, random_planner
 from tests.fake_gpu import stand_ins
 from tests.fake_gpu.device import CountingDevice, OnDevice, inner, register
 from tests.fake_gpu.events import EVENTS, Event
+from tests.fake_gpu.harness import group
 from tests.fake_gpu.matrix import config_of, matrix
 from tests.fake_gpu.ranks import CountingComm
 from tests.kernels.compiled_or_not import compiled
@@ -62,14 +59,11 @@ class Seen:
 def measure(world: int, folder: str, places: Sequence[int]) -> list[Seen]:
     """Those of the cells that have this number of ranks, on this rank."""
     torch.set_num_threads(1)
-    group = None
+    ranks = None
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=world,
-                                rank=int(os.environ["RANK"]), timeout=timedelta(seconds=60))
-        group = TorchComm(timeout_s=60)
-        group.prepare(Topology.uniform(world, 2))
+        ranks = group(world, folder)
         # `auto` chooses by the model, without trials, which wait to measure
-        group.state.get(Calibration).cluster = load_cluster(
+        ranks.state.get(Calibration).cluster = load_cluster(
             str(ROOT / "configs" / "clusters" / "emulated.yaml"))
     register()
     stand_ins.install()
@@ -77,7 +71,7 @@ def measure(world: int, folder: str, places: Sequence[int]) -> list[Seen]:
     for cell in (matrix()[place] for place in places):
         if cell["size"].world != world:
             continue
-        found.append(_measured(cell, group))
+        found.append(_measured(cell, ranks))
         if found[-1].error:  # other ranks may wait for this one
             break
     return found

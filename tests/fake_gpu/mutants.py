@@ -1,8 +1,12 @@
 """Faults of synchronization as programmers leave them, one line of the package each."""
 
 from __future__ import annotations
+import __future__
 
-from collections.abc import Callable
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,3 +120,22 @@ _OF_TWO = [
 # of programs of several ranks, by their number
 TOGETHER = {2: _OF_TWO,
             4: [elsewhere(Forwarding._exchange, "return all_to_all(", "once to nodes")]}
+
+
+@contextmanager
+def changed(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
+    """Inside, `function` runs with `new` in place of `old`, which is in its source once."""
+    plain: Any = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(plain))
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {plain.__qualname__}"
+    lines = "\n" * (plain.__code__.co_firstlineno - 1)
+    names: dict[str, Any] = {}
+    code = compile(lines + source.replace(old, new), plain.__code__.co_filename, "exec",
+                   __future__.annotations.compiler_flag)
+    exec(code, dict(plain.__globals__), names)  # noqa: S102 - a test's own text
+    before = plain.__code__
+    plain.__code__ = inspect.unwrap(names[plain.__name__]).__code__
+    try:
+        yield
+    finally:
+        plain.__code__ = before

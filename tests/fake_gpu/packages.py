@@ -23,7 +23,7 @@ from moe_plugin.comm import TorchComm
 from moe_plugin.dispatch import token_exchange
 from tests.fake_gpu.device import inner, machine, outer, tensors_of
 from tests.fake_gpu.gpu import Stream, cuda
-from tests.fake_gpu.stream_ranks import StreamComm
+from tests.fake_gpu.ranks import StreamComm
 
 FOLDER = str(Path(__file__).parents[1] / "fake_deepep")
 

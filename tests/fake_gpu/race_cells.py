@@ -12,16 +12,16 @@ from tests.combinations import Cell
 from tests.exactness.spills import planned, random_planner
 from tests.fake_gpu.cells import ROOT, CellCall, Seen
 from tests.fake_gpu.gpu import CUDA
+from tests.fake_gpu.harness import group
 from tests.fake_gpu.matrix import config_of, matrix
 from tests.fake_gpu.race_programs import found_by, prepare
-from tests.fake_gpu.stream_ranks import StreamComm
-from tests.fake_gpu.together import group
+from tests.fake_gpu.ranks import StreamComm
 
 
 def found_in(world: int, folder: str, places: Sequence[int]) -> dict[int, list[str]]:
     """What this rank finds, by the place of a cell that has so many ranks."""
     detector = prepare()
-    ranks = group(world, folder) if world > 1 else None
+    ranks = group(world, folder, 120) if world > 1 else None
     if ranks is not None:  # `auto` chooses by the model, without trials
         ranks.state.get(Calibration).cluster = load_cluster(
             str(ROOT / "configs" / "clusters" / "emulated.yaml"))

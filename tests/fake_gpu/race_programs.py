@@ -22,12 +22,12 @@ from moe_plugin.memory.copier import Copier
 from moe_plugin.memory.tiers import HostTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from tests.fake_gpu import mutants, stand_ins
-from tests.fake_gpu.changed import changed
 from tests.fake_gpu.detector import Detector
 from tests.fake_gpu.device import CountingDevice, OnDevice
 from tests.fake_gpu.fake import install
 from tests.fake_gpu.gpu import CUDA
 from tests.fake_gpu.layers import WIDTH, Block, layer_of
+from tests.fake_gpu.mutants import changed
 
 
 def prepare() -> Detector:

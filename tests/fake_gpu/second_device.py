@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-import triton  # noqa: F401  (ranks are forked from a process that has imported it)
 from torch import Tensor
 
-from moe_plugin import TorchComm
-from moe_plugin.comm import Comm, LocalComm, Topology, watchdog
+from moe_plugin.comm import Comm, LocalComm, watchdog
 from moe_plugin.memory.copier import Copier
 from moe_plugin.records import ExpertRows, RowCounts
 from moe_plugin.tuning import compute_times, standing, timer
@@ -25,6 +20,7 @@ from tests.fake_gpu import stand_ins
 from tests.fake_gpu.device import CountingDevice, OnDevice, tensors_of
 from tests.fake_gpu.fake import install
 from tests.fake_gpu.gpu import Cuda, Event, Stream
+from tests.fake_gpu.harness import group
 from tests.fake_gpu.layers import ALONE, drawn, layer_of
 from tests.fake_gpu.ranks import CountingComm
 from tests.fake_gpu.seen import HostThread, Launch, Observer
@@ -125,11 +121,7 @@ def run(world: int, folder: str) -> dict[str, tuple[list[str], dict[str, int]]]:
     stand_ins.install()
     comm: Comm = LocalComm()
     if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=world,
-                                rank=int(os.environ["RANK"]), timeout=timedelta(seconds=60))
-        group = TorchComm(timeout_s=60)
-        group.prepare(Topology.uniform(world, 2))
-        comm = CountingComm(group)
+        comm = CountingComm(group(world, folder))
     names = PROGRAMS if world == 1 else ["layers"]
     found = {name: _looked(looks, gpu, [name], comm) for name in names}
     for fault in FAULTS if world == 1 else OF_RANKS:

@@ -9,7 +9,7 @@ import torch
 
 from tests.fake_gpu.device import CountingDevice, inner, register
 from tests.fake_gpu.events import EVENTS
-from tests.preloaded import Server
+from tests.fake_gpu.harness import on_ranks
 
 READ, PAGEABLE = ["read"], ["pageable"]
 
@@ -103,9 +103,7 @@ def everything() -> tuple[Any, ...]:
 
 
 def test_device() -> None:
-    done = Server("tests.fake_gpu.device").run(1, everything)
-    assert done.code == 0, done.log
-    (noted, errors, gradient), = done.results
+    [(noted, errors, gradient)] = on_ranks(1, everything)
     assert not {name: kinds for name, (kinds, wanted) in noted.items() if kinds != wanted}
     assert not [error for error in errors if "counting and on cpu" not in error]
     assert gradient == [6.0, 12.0]

@@ -16,8 +16,8 @@ from moe_plugin.utils.machine import pinned_buffer
 from tests.fake_gpu.device import CountingDevice
 from tests.fake_gpu.fake import install
 from tests.fake_gpu.gpu import CUDA, Event, Stream
+from tests.fake_gpu.harness import on_ranks
 from tests.fake_gpu.seen import Block, HostThread, Launch, Observer, Signal
-from tests.preloaded import Server
 
 MAIN, SIDE = "the main stream", "stream 1"
 
@@ -115,9 +115,7 @@ WANTED = {
 
 @pytest.mark.fast
 def test_what_is_seen() -> None:
-    done = Server("tests.fake_gpu.test_fake").run(1, programs)
-    assert done.code == 0, done.log
-    (found,) = done.results
+    [found] = on_ranks(1, programs)
     assert {name: found[name] for name in WANTED} == WANTED
     # a look at a job that is done hears of it, too
     heard = [line for i, line in enumerate(found["in a thread"])

@@ -14,22 +14,19 @@ import pytest
 
 from tests.combinations import name_of
 from tests.exactness import cells, harness
-from tests.fake_gpu.later_cells import FEW as FEW_CELLS
-from tests.fake_gpu.later_cells import cells_of_world
-from tests.fake_gpu.later_ranks import FAULTS, OF_RANKS, alone, run
+from tests.fake_gpu.harness import on_ranks
+from tests.fake_gpu.later_ranks import FAULTS, OF_RANKS, alone, cells_of_world, run
+from tests.fake_gpu.later_ranks import FEW as FEW_CELLS
 from tests.fake_gpu.layers import ALONE
-from tests.preloaded import Server
 
 pytest.importorskip("triton", reason="triton is not installed")
 FEW, ALL = range(2), range(20)
-SERVER = Server("tests.fake_gpu.later_ranks")
 
 
 def held_to_the_reference(world: int, places: Sequence[int], seeds: Sequence[int],
                           folder: str) -> None:
-    done = SERVER.run(world, run, world, places, seeds, folder, timeout_s=1500)
-    assert done.code == 0, done.log
-    found = [*zip(*(cells_found for cells_found, _ in done.results), strict=True)]
+    results = on_ranks(world, run, world, places, seeds, folder, timeout_s=1500)
+    found = [*zip(*(cells_found for cells_found, _ in results), strict=True)]
     for place, ranks in zip(places, found, strict=True):
         cell = cells_of_world(world)[place]
         name = name_of(cell)
@@ -39,7 +36,7 @@ def held_to_the_reference(world: int, places: Sequence[int], seeds: Sequence[int
             case = cells.case_of(cell)
             harness.compare(case, [result for result, _ in ranks], harness.reference(case), 1e-4,
                             1e-5)
-    for _, shown in done.results:
+    for _, shown in results:
         assert set(shown) == set(OF_RANKS)
         assert not [fault for fault, seed in shown.items() if seed is None]
 
@@ -56,9 +53,7 @@ def test_ranks_under_all_seeds(world: int, tmp_path: Any) -> None:
 
 
 def in_programs(seeds: Sequence[int]) -> None:
-    done = SERVER.run(1, alone, seeds, timeout_s=1500)
-    assert done.code == 0, done.log
-    ((found, shown),) = done.results
+    [(found, shown)] = on_ranks(1, alone, seeds, timeout_s=1500)
     assert set(found) == set(ALONE)
     assert not [name for name, (results, wrong) in found.items() if wrong or not results], found
     assert set(shown) == set(FAULTS)

@@ -13,15 +13,14 @@ import pytest
 from moe_plugin.comm import algorithms
 from tests.combinations import name_of
 from tests.fake_gpu import mutants
+from tests.fake_gpu.harness import on_ranks
 from tests.fake_gpu.matrix import WORLDS, matrix
 from tests.fake_gpu.orders import ORDERS, kinds
 from tests.fake_gpu.race_cells import found_in
 from tests.fake_gpu.race_programs import ALONE, alone
 from tests.fake_gpu.together import ALGORITHMS, programs, together
-from tests.preloaded import Server
 
 pytest.importorskip("triton", reason="triton is not installed")
-SERVER = Server("tests.fake_gpu.together")
 
 
 @functools.cache
@@ -29,15 +28,11 @@ def found(world: int) -> list[dict[str, list[str]]]:
     """What each of so many ranks found, by program and by mutant."""
     with tempfile.TemporaryDirectory() as folder:
         call = (together, world, folder) if world > 1 else (alone,)
-        done = SERVER.run(world, *call, timeout_s=600)
-    assert done.code == 0, done.log
-    return done.results
+        return on_ranks(world, *call)
 
 
 def test_what_is_in_order_and_what_is_not() -> None:
-    done = SERVER.run(1, kinds)
-    assert done.code == 0, done.log
-    assert done.results[0] == {name: wanted for name, (_, wanted) in ORDERS.items()}
+    assert on_ranks(1, kinds)[0] == {name: wanted for name, (_, wanted) in ORDERS.items()}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -52,10 +47,9 @@ def test_no_race(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_race_in_the_matrix_of_waits(world: int, tmp_path: Path) -> None:
     places = [place for place, cell in enumerate(matrix()) if cell["size"].world == world]
-    done = SERVER.run(world, found_in, world, str(tmp_path), places, timeout_s=3000)
-    assert done.code == 0, done.log
+    results = on_ranks(world, found_in, world, str(tmp_path), places, timeout_s=3000)
     wrong = [f"rank {rank}, {name_of(matrix()[place])}: {what}" for rank, each in enumerate(
-        done.results) for place in places for what in each[place]]
+        results) for place in places for what in each[place]]
     assert not wrong, "\n".join(wrong)
 
 

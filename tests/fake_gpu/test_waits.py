@@ -5,6 +5,8 @@ and compute strategy on a device that notes it (`device.py`), and the page that 
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,15 +18,25 @@ from moe_plugin.routing.losses import losses
 from moe_plugin.routing.routers.base_layer import LOOK, MOST_ROUNDS
 from tests.combinations import Cell, every_value, name_of
 from tests.fake_gpu import page
-from tests.fake_gpu.cells import Seen, auctions
+from tests.fake_gpu.cells import Seen, auctions, measure
 from tests.fake_gpu.events import Event
-from tests.fake_gpu.matrix import BASE_READS, matrix, reads, reads_late, waits_of_hosts
-from tests.fake_gpu.run import measured
-from tests.fake_gpu.statements import STATEMENTS
-from tests.preloaded import Server
+from tests.fake_gpu.harness import on_ranks
+from tests.fake_gpu.matrix import BASE_READS, WORLDS, matrix, reads, reads_late, waits_of_hosts
+from tests.fake_gpu.page import STATEMENTS
 
 pytest.importorskip("triton", reason="triton is not installed")
 CLOSE, ROUNDED = 2e-5, 4e-2  # in float32; in bfloat16
+
+
+def measured(places: Sequence[int]) -> list[list[Seen]]:
+    """For each of these cells of the matrix what its ranks saw."""
+    by_world = {}
+    for world in WORLDS:
+        with tempfile.TemporaryDirectory() as folder:
+            results = on_ranks(world, measure, world, folder, places)
+        by_world[world] = iter(zip(*results, strict=True))
+    return [list(next(by_world[matrix()[place]["size"].world], [Seen(error="not reached")]))
+            for place in places]
 
 
 def wrong_in(cell: Cell, seen: Seen) -> list[str]:
@@ -80,9 +92,7 @@ def test_what_the_host_waits_for(all_cells: bool) -> None:
 
 def test_looks_at_auctions() -> None:
     """The host reads in each look, and nothing else; many rounds take more looks than few."""
-    done = Server("tests.fake_gpu.cells").run(1, auctions)
-    assert done.code == 0, done.log
-    (found,) = done.results
+    [found] = on_ranks(1, auctions)
     assert all(reads == looks for reads, looks in found), found
     assert found[0] == (0, 0) and 2 <= found[1][0] < found[-1][0] <= MOST_ROUNDS // LOOK, found
 

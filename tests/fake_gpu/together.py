@@ -4,31 +4,83 @@ else runs beside a layer's computations.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-import torch._dynamo  # ranks are forked from a process that has imported it, and Triton
-import torch.distributed as dist
-import triton  # noqa: F401
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from moe_plugin.comm import LocalComm, Topology, TorchComm
+from moe_plugin.comm import LocalComm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.routing.pregate import link
 from moe_plugin.training.gradients.sync import reduce_experts
 from tests.combinations import Cell, all_pairs, name_of
 from tests.exactness.cells import traits_of
 from tests.exactness.spills import planned, random_planner
-from tests.fake_gpu.buckets import BucketHooks, ddp
-from tests.fake_gpu.changed import changed
-from tests.fake_gpu.gpu import Stream, cuda
+from tests.fake_gpu.gpu import CUDA, Stream, cuda
+from tests.fake_gpu.harness import group
 from tests.fake_gpu.layers import layer_of
-from tests.fake_gpu.mutants import TOGETHER
+from tests.fake_gpu.mutants import TOGETHER, changed
 from tests.fake_gpu.packages import installed
 from tests.fake_gpu.race_programs import found_by, prepare, rows, train
-from tests.fake_gpu.stream_ranks import StreamComm
+from tests.fake_gpu.ranks import StreamComm
+
+
+def ddp(layer: nn.Module, comm: StreamComm, views: bool) -> DistributedDataParallel:
+    """A layer in DDP with several buckets. views: gradients are views of them."""
+    model = DistributedDataParallel(layer, process_group=comm.group.group, bucket_cap_mb=0.001,
+                                    gradient_as_bucket_view=views, init_sync=False)
+    model.register_comm_hook(comm, summed_behind)
+    return model
+
+
+def summed_behind(comm, bucket):  # DDP reads annotations as types, which here are words
+    """The sum of a bucket, begun on the group's stream; as with NCCL the main stream waits for it
+    where DDP takes the results, after all hooks.
+    """
+    wait, done = comm.start_all_reduce(bucket.buffer()), torch.futures.Future()
+    torch.autograd.Variable._execution_engine.queue_callback(wait)
+    done.set_result(bucket.buffer())
+    return done
+
+
+class BucketHooks:
+    """One bucket of `parameter.main_grad`, as Megatron keeps gradients; hooks take what backward
+    has not added there. The last hook of a backward pass begins the sum on the group's stream;
+    `step` lets the current stream wait for it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], comm: StreamComm) -> None:
+        self.comm = comm
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.flat_N = torch.zeros(sum(p.numel() for p in self.parameters), device=CUDA)
+        self.missing, self.wait = len(self.parameters), lambda: self.flat_N
+        parts = self.flat_N.split([p.numel() for p in self.parameters])
+        for p, part_N in zip(self.parameters, parts, strict=True):
+            p.main_grad, p.grad_added_to_main_grad = part_N.view_as(p), False
+            p.register_post_accumulate_grad_hook(partial(self._added, part_N.view_as(p)))
+
+    @torch.no_grad()
+    def _added(self, view: Tensor, p: nn.Parameter) -> None:
+        if not p.grad_added_to_main_grad:
+            view.add_(p.grad)
+        p.grad = None
+        self.missing -= 1
+        if not self.missing:
+            self.wait: Callable[[], Tensor] = self.comm.start_all_reduce(self.flat_N)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Wait for the sums, and take a step with them."""
+        assert not self.missing, "hooks that did not run"
+        self.wait()
+        for p in self.parameters:
+            p.add_(p.main_grad, alpha=-0.01)
+            p.grad_added_to_main_grad = False
+        self.flat_N.zero_()
+        self.missing = len(self.parameters)
+
 
 # of pieces, forward and backward; by every algorithm that a group of so many ranks has
 PIECES = ((2, 0), (1, 2), (3, 2))
@@ -157,19 +209,10 @@ def programs(world: int) -> dict[str, Program]:
     return made | nodes
 
 
-def group(world: int, folder: str) -> TorchComm:
-    """This rank's group of gloo, in nodes of two ranks."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=world,
-                            rank=int(os.environ["RANK"]), timeout=timedelta(seconds=120))
-    made = TorchComm(timeout_s=120)
-    made.prepare(Topology.uniform(world, 2))
-    return made
-
-
 def together(world: int, folder: str) -> dict[str, list[str]]:
     """What this rank finds in each program, and in the package with each mutant."""
     detector = prepare()
-    ranks = group(world, folder)
+    ranks = group(world, folder, 120)
     found = {name: found_by(detector, lambda program=program: program(StreamComm(ranks)))
              for name, program in programs(world).items()}
     for mutant in TOGETHER[world]:

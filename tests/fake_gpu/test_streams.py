@@ -1,8 +1,11 @@
-"""Rows in pages may be dropped in any thread, as garbage is: nothing is launched there."""
+"""What a layer does on a GPU's streams: what a CUDA graph can hold, on which device it launches,
+and what a thread does that drops rows in pages.
+"""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,13 +13,42 @@ import torch
 
 from moe_plugin.dispatch.row_pages import PAGE, Kept, Pages
 from tests.fake_gpu import stand_ins
+from tests.fake_gpu.captured import ALONE, TOGETHER, captured, statements
 from tests.fake_gpu.device import CountingDevice
 from tests.fake_gpu.fake import install
 from tests.fake_gpu.gpu import CUDA
+from tests.fake_gpu.harness import on_ranks
+from tests.fake_gpu.second_device import FAULTS, OF_RANKS, PROGRAMS, run
 from tests.fake_gpu.seen import Launch, Observer
-from tests.preloaded import Server
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.mark.parametrize("cells", [ALONE, TOGETHER], ids=["alone", "together"])
+def test_layers_do_what_they_promise(cells: list[Any], tmp_path: Any) -> None:
+    """Those that promise nothing are found out: the lint sees what it is for."""
+    world = 1 if cells is ALONE else 2
+    for found in on_ranks(world, captured, world, str(tmp_path)):
+        for (*cell, promised), (launches, wrong) in zip(cells, found, strict=True):
+            assert promised == (not wrong), f"{cell}: {wrong}"
+            assert launches > 20 or wrong
+
+
+def test_what_no_capture_may_hold_is_found() -> None:
+    [found] = on_ranks(1, statements)
+    assert {name for name, wrong in found.items() if not wrong} == {
+        name for name in found if name.startswith("(")}, found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_is_on_the_device_of_its_tensors(world: int, tmp_path: Any) -> None:
+    for found in on_ranks(world, run, world, str(tmp_path)):
+        wrong = {name: what for name, (what, _) in found.items() if name in PROGRAMS and what}
+        assert not wrong
+        seen = {kind for name, (_, counts) in found.items() if name in PROGRAMS for kind in counts}
+        assert seen == {"launch", "kernel", "event", "wait"}
+        missed = [fault for fault in (FAULTS if world == 1 else OF_RANKS) if not found[fault][0]]
+        assert not missed
 
 
 class Elsewhere(Observer):
@@ -62,8 +94,6 @@ def dropped(careless: bool) -> tuple[list[str], list[int]]:
 
 @pytest.mark.parametrize("careless", [False, True])
 def test_rows_are_dropped_in_another_thread(careless: bool) -> None:
-    done = Server("tests.fake_gpu.test_dropped_pages").run(1, dropped, careless)
-    assert done.code == 0, done.log
-    [(found, in_use)] = done.results
+    [(found, in_use)] = on_ranks(1, dropped, careless)
     assert bool(found) == careless, "who frees at once launches in that thread"
     assert in_use == [2, 0 if careless else 2, 2]
