@@ -28,7 +28,7 @@ ALLOWED = {
     ("training/resilience/test_swarm.py", "_reduce"): "a peer that fails in this request",
     ("training/resilience/test_swarm.py", "_server"): "a server that takes no connection",
     ("training/resilience/test_swarm.py", "_took"): "a trainer that dies before this request",
-    ("hosts/megatron/test_megatron_former_names.py", "_table"): "the names in a checkpoint's files",
+    ("hosts/megatron/test_megatron_flags.py", "_table"): "the names in a checkpoint's files",
     ("kernels/test_workspace.py", "_lock"): "a thread that holds it while the process forks",
 }
 
