@@ -198,9 +198,11 @@ PROGRAMS: dict[str, Program] = {
 
 def programs(world: int) -> dict[str, Program]:
     """What so many ranks run; `pieces` is among the cells."""
-    steps = 2 if world == 2 else 1  # what one step leaves to the next, two ranks show
-    made: dict[str, Program] = {name_of(cell): partial(exchanges, cell, steps=steps)
-                                for cell in exchange_cells(world)}
+    made: dict[str, Program] = {
+        # what one step leaves to the next, two ranks show
+        name_of(cell): partial(exchanges, cell,
+                               steps=1 + (world == 2 and cell["pieces"] == PIECES[2]))
+        for cell in exchange_cells(world)}
     nodes = {name: program for name, program in PROGRAMS.items()
              if name.startswith("once to nodes")}
     if world == 2:  # one node

@@ -120,8 +120,11 @@ def test_examples_run_with_the_wheel_alone(installed: Path, examples: Path) -> N
     printed = run([str(installed), "-c", code], examples)
     assert printed.startswith(str(installed.parents[1]))
     assert all(f"{Path(name).stem}: " in printed for name in names), printed
-    for folder in sorted((examples / "runs").iterdir()):
-        run([str(installed.with_name("moe-plugin")), "report", str(folder)], examples)
+    folders = sorted((examples / "runs").iterdir())
+    code = ("import sys; from moe_plugin.cli.main import main; "
+            "assert not any(main(['report', folder]) for folder in sys.argv[1:])")
+    run([str(installed), "-c", code, *map(str, folders)], examples)
+    for folder in folders:
         page = (folder / "report.html").read_text(encoding="utf-8")
         assert all(f'id="{curve}"' in page for curve in ("loss", "max-mean")), folder
 
