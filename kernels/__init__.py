@@ -1,7 +1,9 @@
-"""Operations of the MoE layer: a torch reference each, and faster implementations for some devices.
+"""Operations of the MoE layer: a torch reference for each, and faster implementations for some
+devices.
 
-`kernels` holds the operations on tensors (their Triton implementations are in `gpu/`), `strategies`
-the ways to compute feed-forward experts. Importing this package registers all of them.
+`kernels` is the registry of operations on tensors; their Triton implementations are in `gpu/`.
+`strategies` is the registry of ways to compute feed-forward experts. Importing this package
+registers all of them.
 """
 
 from moe_plugin.kernels import triton_ops

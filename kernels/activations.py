@@ -1,6 +1,6 @@
-"""Activations that write into given memory, and their gradients.
+"""Activations that write into given memory, their gradients, and checks for second derivatives.
 
-Tensors are of any shape and one floating-point dtype; `h` is the value before the activation.
+Tensors have any shape and one floating-point dtype. `h` is the value before the activation.
 """
 
 from __future__ import annotations
@@ -14,61 +14,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Who differentiates: what an autograd function declares about its second derivative, and
-# `torch.func`, which takes none of ours.
-
-# Whether a transform of `torch.func` makes this call. Then what has an autograd function of ours is
-# computed by torch's own operations. It is torch's function itself: every call of a layer asks it
+# `torch.func` cannot transform this package's autograd functions. If a transform of `torch.func`
+# makes a call, `transformed` returns True and torch's own operations compute the result. The name
+# refers to torch's function without a wrapper, because every call of a layer uses it.
 transformed = torch._C._are_functorch_transforms_active
 
 
 def refuse_vmap() -> None:
-    """`ValueError` where vmap, or a transform that is made of it, makes this call."""
+    """Raise `ValueError` if vmap, or a transform built on vmap, makes this call."""
     if any(level.key() == torch._C._functorch.TransformType.Vmap
            for level in torch._C._functorch.get_interpreter_stack()):
         raise ValueError(
-            "vmap (also in jacfwd and hessian) around an MoE layer: the numbers of rows that "
-            "experts get would have to be known for each sample; must be grad, vjp, jvp or jacrev; "
-            "give the layer all tokens at once, and call torch.func.grad for one sample after the "
-            "other")
+            "vmap (also in jacfwd and hessian) cannot transform an MoE layer, because the numbers "
+            "of rows per expert differ between samples. Use grad, vjp, jvp or jacrev, pass all "
+            "tokens to the layer at once, and call torch.func.grad for one sample after the other.")
 
 
 def not_transformed(what: str) -> ValueError:
-    """The error where `torch.func` makes a call of `what`."""
-    return ValueError(f"torch.func around {what}: must be a layer of one rank, with experts on the "
-                      "device and without pre-gates; differentiate with torch.autograd (backward, "
-                      "torch.autograd.grad), which takes it")
+    """Return the error for calls of `what` that `torch.func` makes."""
+    return ValueError(f"torch.func cannot transform {what}. It supports only layers on one rank, "
+                      "with experts on the device and without pre-gates. Use torch.autograd "
+                      "(backward, torch.autograd.grad) instead.")
 
 
 def wants_graph() -> bool:
-    """Inside a `backward`: whether it is to be differentiated itself (`create_graph=True`)."""
+    """Return whether a running `backward` must be differentiable itself (`create_graph=True`)."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def own(made: Tensor) -> Tensor:
-    """What an autograd function's `forward` computed, as `forward` returns it.
+    """Return a tensor that the `forward` of an autograd function may return as its result.
 
-    torch 2.11's compiler loses the gradient of a result that its graph has under two names, as of
-    an operation in place or of a `contiguous` without effect, and says nothing
-    (pytorch/pytorch issue 180642). So what it traces returns a name that nothing else has.
+    torch 2.11's compiler silently loses the gradient of a result that its graph has under two
+    names, for example the result of an in-place operation or of a `contiguous` without effect
+    (pytorch/pytorch issue 180642). While compiling, a new alias is returned, so that no other name
+    refers to the result.
     """
     return made.detach() if torch.compiler.is_compiling() else made
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a `backward` that cannot be differentiated: `create_graph=True` is an error.
+    """Decorate a `backward` that cannot be differentiated, so that `create_graph=True` raises an
+    error.
 
-    torch's `once_differentiable` raises only where the second pass reaches the node;
-    `torch.autograd.grad` towards chosen inputs bypasses it and gives wrong numbers.
+    torch's `once_differentiable` raises an error only when the second pass reaches the node.
+    `torch.autograd.grad` towards chosen inputs bypasses this check and returns wrong numbers.
     """
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
         if wants_graph():
             raise RuntimeError(
-                "a second derivative (create_graph=True) was asked of a layer that has first ones "
-                "only; set experts.compute='loop' "
-                "with parallel.r=None and parallel.d=1 on CPU")
+                "This layer does not support second derivatives (create_graph=True). Set "
+                "experts.compute='loop' with parallel.r=None and parallel.d=1 on a CPU.")
         return backward(ctx, *grads)
 
     return checked
@@ -82,9 +80,10 @@ class Activation:
     """One activation in three forms.
 
     Attributes:
-        value: y = act(h), differentiable. into(h, out): out = act(h). gradient(grad, h, out):
-            out = grad * act'(h), where out may be grad.
-        cheap: recomputing it takes no longer than reading it back.
+        value: computes y = act(h), differentiable.
+        into: into(h, out) computes out = act(h).
+        gradient: gradient(grad, h, out) computes out = grad * act'(h), where out may be grad.
+        cheap: whether computing the activation again takes no longer than reading it from memory.
     """
 
     value: Callable[[Tensor], Tensor]

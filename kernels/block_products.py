@@ -1,10 +1,11 @@
-"""Products in MXFP8, NVFP4 and fp8 with blocks of 128: forward, input gradients and weight
-gradients, each of operands whose blocks lie along its own sum.
+"""Products in MXFP8, NVFP4 and fp8 with blocks of 128, with operands in blocks along their sum.
 
-On GPUs for which torch has them they are `torch.nn.functional.scaled_grouped_mm`, and of blocks of
-128 in e4m3 those over rows are Triton's (`gpu.fp8_blocks`). Elsewhere they are emulated: the values
-that the codes stand for are multiplied in the layer's dtype (float16: in float32), with sums in
-float32, which leaves nothing out but the order of these sums.
+This includes forward products, input gradients and weight gradients.
+
+On GPUs for which torch supports them, the products call `torch.nn.functional.scaled_grouped_mm`.
+Triton computes products over rows with e4m3 blocks of 128 (`gpu.fp8_blocks`). Elsewhere the
+products are emulated: the values of the codes are multiplied in the layer's dtype (float16: in
+float32) with float32 sums, so that only the order of the sums differs.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ logger = logging.getLogger(__name__)
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """rows w + b by group, [R, O] in `dtype`.
+    """Compute rows w + b by group, [R, O] in `dtype`.
 
     Args:
-        x_blocks: of rows or tokens [., I].
-        w_blocks: of [L, O, I].
-        b_LO: [L, O] in `dtype`.
+        x_blocks: blocks of rows or tokens [., I].
+        groups: rows of each expert.
+        w_blocks: blocks of weights [L, O, I].
+        b_LO: biases [L, O] in `dtype`, or None.
         token_R: see `kernels.expert_matmul`.
+        dtype: dtype of the result.
     """
     if x_blocks.device.type == "cuda":
         name = "fp8" if x_blocks.block > 32 else "scaled_grouped_mm"
@@ -51,40 +54,43 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
 @op
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
-    """rows^T grad rows by group, [L, I, O] in `dtype`.
+    """Compute rows^T grad rows by group, [L, I, O] in `dtype`.
 
     Args:
-        x_blocks, grad_blocks: of [I, R] and [O, R]: blocks of rows.
-        groups: each of a multiple of `BlockFormat.step` rows, at least as many: no block spans two.
+        x_blocks, grad_blocks: blocks of [I, R] and [O, R], along the rows.
+        groups: groups with a positive multiple of `BlockFormat.step` rows each, so that no block
+            spans two groups.
+        dtype: dtype of the result.
     """
     wide = _wide(dtype)
-    x_RI, grad_RO = (each.values(wide).t().contiguous() for each in (x_blocks, grad_blocks))
+    x_RI, grad_RO = (blocks.values(wide).t().contiguous() for blocks in (x_blocks, grad_blocks))
     return expert_weight_grad(x_RI, grad_RO, groups, None, None, "ieee").to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    # values of a tensor of float16 may round to what is larger than float16 has
+    # The rounded values of a float16 tensor may exceed the largest float16.
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 @functools.cache
 def _say_emulated(device: torch.device, name: str, why: str | None) -> None:
-    """Once for each device and reason."""
-    logger.warning("experts.precision=mxfp8, nvfp4 or fp8_blockwise is emulated on %s, slower than "
-                   "ieee: %s: %s", device, name, why)
+    """Log a warning, once per device and reason."""
+    logger.warning("experts.precision=mxfp8, nvfp4 or fp8_blockwise is emulated on %s and slower "
+                   "than ieee, because %s is not available: %s", device, name, why)
 
 
 class BlockWeight(RoundedWeight):
-    """A weight in blocks along the sum of its product, and those of its transpose."""
+    """A weight in blocks along the sum of its product, and the blocks of its transpose."""
 
     def __init__(self, blocks_LOI: Blocks, transposed: Blocks | None) -> None:
         self.blocks, self._transposed = blocks_LOI, transposed
 
     def transpose(self, first: int, second: int) -> BlockWeight:
-        """See `RoundedWeight`; one that was not made for backward has none."""
+        """Return the transposed weight, which exists only if the weight was made for backward."""
         if {first, second} != {1, 2} or self._transposed is None:
-            raise ValueError(f"a weight in blocks cannot exchange axes {first}, {second}: must be "
-                             "1, 2, of one made with backward=True; its blocks are along one axis")
+            raise ValueError(f"A weight in blocks cannot exchange axes {first} and {second}. Only "
+                             "axes 1 and 2 of a weight made with backward=True can be exchanged, "
+                             "because blocks lie along one axis.")
         return BlockWeight(self._transposed, None)
 
 
@@ -100,22 +106,25 @@ class BlockProducts(RoundedProducts):
         return FORMATS[self.name]
 
     def weight(self, w_LIO: Tensor, backward: bool) -> BlockWeight:
-        """See `RoundedProducts`."""
+        """Round a weight; see `RoundedProducts.weight`."""
         quantize = self.form.weights
         return BlockWeight(quantize(w_LIO.transpose(1, 2)), quantize(w_LIO) if backward else None)
 
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
-        """See `RoundedProducts`. Filler, and tokens without a row, count for no scale."""
+        """Round rows or tokens; see `RoundedProducts.rows`.
+
+        Filler, and tokens without a row, do not influence any scale.
+        """
         return self.form.rows(self._used(x, groups, token_R))
 
     def grads(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
-        """See `RoundedProducts`, and `rows`."""
+        """Round gradients; see `RoundedProducts.grads` and `rows`."""
         return self.form.grads(self._used(x, groups, token_R))
 
     def _used(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Tensor:
-        if self.name != "nvfp4":  # else no scale is of more than one row
+        if self.name != "nvfp4":  # only in NVFP4 several rows share a scale
             return x
-        used = None  # of x
+        used = None  # whether each row or token of x is used
         if isinstance(groups.counts, DeviceCounts):
             used = torch.arange(groups.total, device=x.device) < groups.ends_L[-1:]
         if token_R is not None:
@@ -126,16 +135,19 @@ class BlockProducts(RoundedProducts):
 
     def product(self, rows: Blocks, groups: RowGroups, weight: BlockWeight, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See `RoundedProducts`."""
+        """Multiply rounded operands; see `RoundedProducts.product`."""
         return expert_matmul_blocks(rows, groups, weight.blocks, b_LO, token_R, dtype)
 
     def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...]:
-        """See `RoundedProducts`; the rows of x are rounded once."""
+        """Compute weight gradients; see `RoundedProducts.weight_grads`. The rows of x are rounded
+        once.
+        """
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
         form = self.form
+        # Blocks lie along the rows here, and no block may span two groups.
         filled, row_P = groups.filled(form.step)
 
         def along_rows(rows: Tensor, token_R: Tensor | None) -> Tensor:

@@ -1,4 +1,6 @@
-"""Choices by expert: their order, how many there are, and the place of each among them."""
+"""Operations on choices of experts: order, count per expert, and position among the choices of an
+expert.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +12,57 @@ from moe_plugin.kernels.registry import op
 
 
 def stable_order(key_N: Tensor, below: int) -> Tensor:
-    """The stable permutation that sorts key_N (int64 in 0..below-1), int64 [N].
+    """Return the stable permutation that sorts key_N (int64 in 0..below-1), int64 [N].
 
-    On a CPU numpy sorts 16-bit keys by their digits: 8,192 choices in 20 us, where torch, which
-    does so from 32,768 on, takes 260.
+    On a CPU numpy's radix sort of 16-bit keys sorts 8,192 choices in 20 us. torch uses a radix sort
+    only from 32,768 elements on, and takes 260 us.
     """
     if (key_N.device.type != "cpu" or below > 1 << 15 or torch.compiler.is_compiling()
             or transformed()):
         return torch.argsort(key_N, stable=True)
+    # numpy's stable sort is a radix sort only for integers of at most 16 bits.
     try:
         import numpy as np
-    except ModuleNotFoundError:  # torch runs without it
+    except ModuleNotFoundError:  # torch does not require numpy
         return torch.argsort(key_N, stable=True)
     return torch.from_numpy(np.argsort(key_N.to(torch.int16).numpy(), kind="stable"))
 
 
 def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
                 per_choice: bool = False, complete: bool = False) -> Tensor:
-    """Load of each expert, int64 [E]; with `per_choice` int64 [K, E], one row for each choice.
+    """Return the load of each expert, int64 [E], or with `per_choice` int64 [K, E], one row per
+    choice.
 
     Args:
-        ids_TK: int64 [T, K], expert of each choice in 0..E-1; -1 (no expert) is not counted.
-        mask_T: bool [T], False for padding tokens, which are not counted; None: all tokens are
+        ids_TK: int64 [T, K], expert of each choice in 0..E-1. Choices of -1 (no expert) are not
+            counted.
+        experts: number of experts E.
+        mask_T: bool [T], False for padding tokens, which are not counted. By default all tokens are
             real.
-        complete: ids_TK holds no -1, and nothing is done for it. The host does not wait for the
-            device.
+        per_choice: whether to count each choice separately.
+        complete: True if ids_TK contains no -1, which saves the handling of -1. The host does not
+            wait for the device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False
     if ids_TK.device.type == "cpu" and not torch.compiler.is_compiling():
         bins = experts if complete else experts + 1
         if not complete:
-            ids_TK = ids_TK % bins  # -1 falls in the last bin
+            ids_TK = ids_TK % bins  # moves -1 to the last bin
         load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
         load_KB.scatter_(1, ids_TK.t(), 1, reduce="add")
         load_KE = load_KB if complete else load_KB[:, :experts]
-    else:  # that form has no deterministic implementation on a GPU
+    else:  # a 2-D scatter_ with reduce has no deterministic implementation on a GPU
         load_KE = choice_load(ids_TK, experts)
     return load_KE if per_choice else load_KE.sum(0)
 
 
 @op
 def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
-    """Load of each expert by choice, int64 [K, E]; ids_TK: int64 [T, K] in -1..E-1."""
+    """Return the load of each expert by choice, int64 [K, E]. ids_TK: int64 [T, K] in -1..E-1."""
     bins = experts + 1
     load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
-    # -1 falls in the last bin
+    # The modulo moves -1 to the last bin of each choice, which is removed at the end.
     bin_TK = ids_TK % bins + torch.arange(0, load_KB.numel(), bins, device=ids_TK.device)
     bin_N = bin_TK.reshape(-1)
     load_KB = load_KB.view(-1).index_add_(0, bin_N, torch.ones_like(bin_N)).view_as(load_KB)
@@ -64,22 +71,27 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(rank_N, count_E), int64: earlier choices with the same id, and how often each id occurs.
+    """Return (rank_N, count_E), int64: the number of earlier choices with the same id, and of each
+    id.
 
-    ids_N: int64 in -1..E-1; the rank of id -1 is -1. One stable sort; no tensor is [N, E].
+    ids_N: int64 in -1..E-1. The rank of id -1 is -1. The operation uses one stable sort and
+    allocates no tensor of size [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     order_N = stable_order(key_N, experts + 1)
     sorted_N = key_N[order_N]
     start_E = torch.searchsorted(sorted_N, torch.arange(experts + 1, device=ids_N.device))
-    place_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
-    rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, place_N)
+    rank_in_order_N = torch.arange(ids_N.numel(), device=ids_N.device) - start_E[sorted_N]
+    rank_N = torch.empty_like(ids_N).index_copy_(0, order_N, rank_in_order_N)
     return rank_N.masked_fill_(ids_N < 0, -1), start_E.diff()
 
 
 def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
-    """The choice in each slot, int64 [slots]; -1: empty. position_TK: int64 [T, K]."""
-    # choices without a slot write into one extra slot, which is removed: no data-dependent shape
+    """Return the choice in each slot, int64 [slots], or -1 for an empty slot. position_TK: int64
+    [T, K].
+    """
+    # Choices without a slot write into an extra slot, which is removed. Filtering them would give a
+    # data-dependent shape.
     index_N = torch.where(position_TK < 0, slots, position_TK).reshape(-1)
     source_V = torch.full((slots + 1,), -1, dtype=torch.int64, device=position_TK.device)
     choice_N = torch.arange(index_N.numel(), device=position_TK.device)
@@ -88,11 +100,13 @@ def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
 
 @op
 def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(source_N, position_TK, count_E), int64: which choice lies in each row, expert after expert
-    and in the choices' order; the row of each choice; the rows of each expert.
+    """Sort choices by expert and return (source_N, position_TK, count_E), int64.
 
-    ids_TK: int64 [T, K] in -1..E-1; a choice of -1 has position -1, and rows behind the others,
-    which have source -1.
+    source_N is the choice in each row, expert after expert and in the order of choices. position_TK
+    is the row of each choice, and count_E the number of rows of each expert.
+
+    ids_TK: int64 [T, K] in -1..E-1. A choice of -1 has position -1. The rows after the last
+    expert's rows have source -1.
     """
     number_N, count_E = running_count.implementation("torch")(ids_TK.reshape(-1), experts)
     start_E = count_E.cumsum(0) - count_E
@@ -102,11 +116,11 @@ def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """Slot of each choice inside its expert, int64 [T, K]; -1 where ids_TK (int64 [T, K]) is -1.
+    """Return the slot of each choice inside its expert, int64 [T, K], or -1 where ids_TK is -1.
 
-    slot(t, j) = number of tokens whose choice i < j is the same expert, plus number of tokens
-    before t whose choice j is the same expert (Tutel's "location").
+    slot(t, j) = number of tokens with the same expert as a choice i < j, plus number of tokens
+    before t with the same expert as choice j (Tutel's "location").
     """
     tokens, k = ids_TK.shape
-    ids_N = ids_TK.t().reshape(-1)  # choice-major: all first choices before all second choices
+    ids_N = ids_TK.t().reshape(-1)  # choice-major, so that first choices get slots before second
     return running_count(ids_N, experts)[0].view(k, tokens).t().contiguous()

@@ -1,9 +1,10 @@
-"""Strategies to compute a rank's feed-forward experts, by name; those in torch are defined here.
+"""Strategies to compute a rank's feed-forward experts, by name. This module defines the torch
+strategies.
 
-A strategy is `(x, rows, parameters) -> y`, differentiable, y in x's shape and dtype. With a
-`RowCounts`, x is [R, D] rows, expert after expert. With a `RowPlan`, x is [T, D] tokens, and y each
-token's rows weighted and summed; strategies that gather and combine inside their kernels save the
-copies. Experts without rows get zero gradients, not missing ones.
+A strategy is a differentiable function `(x, rows, parameters) -> y` with y in x's shape and dtype.
+With a `RowCounts`, x contains rows [R, D], expert after expert. With a `RowPlan`, x contains tokens
+[T, D], and y is the weighted sum of each token's rows. Strategies that gather and combine inside
+their kernels avoid these copies. Experts without rows get zero gradients, not missing gradients.
 
 `cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
 """
@@ -33,11 +34,11 @@ OPERANDS = ("w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF", "w_out_LFD",
 
 
 class LowRank(NamedTuple):
-    """An adapter on the weights w of L experts, which compute with (w + a b) factor.
+    """An adapter on the weights w of L experts, which then compute with (w + a b) factor.
 
     Attributes:
-        a_LIR, b_LRO: [L, I, R], [L, R, O].
-        factor_LO: [L, O]; None: 1.
+        a_LIR, b_LRO: the factors of the adapter, [L, I, R] and [L, R, O].
+        factor_LO: scale of each output, [L, O]. None means 1.
     """
 
     a_LIR: Tensor
@@ -45,7 +46,7 @@ class LowRank(NamedTuple):
     factor_LO: Tensor | None
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        """In another dtype."""
+        """Return the adapter in another dtype."""
         return LowRank(*(value if value is None else value.to(dtype) for value in self))
 
 
@@ -54,34 +55,37 @@ class FFNParameters:
     """Parameters of L experts as `FFNExperts` stores them, and how to compute with them.
 
     Attributes:
-        w_in_LDF, w_gate_LDF: [L, D, F], bias_in_LF, bias_gate_LF: [L, F], w_out_LFD: [L, F, D],
-            bias_out_LD: [L, D] (all D columns also where experts are cut); of one floating-point
-            dtype. Plain experts have no gate.
+        w_in_LDF, w_gate_LDF: weights [L, D, F], all of one floating-point dtype. Plain experts have
+            no gate.
+        bias_in_LF, bias_gate_LF: biases [L, F].
+        w_out_LFD: weight [L, F, D].
+        bias_out_LD: bias [L, D], with all D columns even if experts are cut.
         activation: a name in `ACTIVATIONS`.
-        memory: for large temporaries.
+        memory: memory for large temporaries.
         choice: how strategy `auto` chooses, see `experts.compute_selection`.
-        main_grad_weights: by field name, the parameters whose gradient the host keeps in
-            `main_grad`. A strategy that uses the fields need not know: `redirect_grad` adds the
-            gradients. One that computes with `operands()` must add these gradients itself, see
-            `kernels.weight_grads`.
-        dropout: probability with which a value after the activation becomes 0.
-        clamp, linear_offset: of gated experts, see `gated`. Only strategies for which `is_stepwise`
-            is true read these three.
-        recompute: keep the values before the activation for backward, and not those after it
-            (with dropout, what it leaves is kept).
-        schedule: of strategy `kernels`, one of `kernels.groups.SCHEDULES`.
-        keep: keeps rows whose numbers the device alone knows; the strategies of `KEEPS_ROWS`
-            use it. None: autograd keeps them.
-        sums: of the calls that share these parameters in one pass; a strategy may add up their
-            weight gradients there instead of returning one for each. None: this call is alone.
-        precision: of the products of strategy `kernels`, see `experts.precision`; other
-            strategies compute as torch is set to.
-        rounded: of the module whose weights these are, where precision rounds them; None: a call
-            makes its own.
-        adapters: of the same experts, "in" (of w_in and w_gate, whose outputs lie side by side)
-            and "out"; only strategies of `from_matmul` read them.
-        later: where strategies `fused` and `kernels` leave the weights' gradients in exact
-            precisions, in the place of computing them in backward; others compute them there.
+        main_grad_weights: by field name, the parameters with gradients that the host keeps in
+            `main_grad`. A strategy that uses the fields needs no special code, because
+            `redirect_grad` adds the gradients. A strategy that computes with `operands()` must add
+            these gradients itself, see `kernels.weight_grads`.
+        dropout: probability with which a value after the activation becomes 0. Only strategies with
+            `is_stepwise` support dropout.
+        clamp, linear_offset: settings of gated experts, see `gated`. Only strategies with
+            `is_stepwise` support them.
+        recompute: whether to save the values before the activation for backward and not the values
+            after it. With dropout, the values after dropout are also saved.
+        schedule: schedule of strategy `kernels`, a name in `kernels.groups.SCHEDULES`.
+        keep: stores rows with numbers that only the device knows. Only the strategies in
+            `KEEPS_ROWS` use this function. None lets autograd store the rows.
+        sums: gradients of the calls that share these parameters in one pass. A strategy may add up
+            weight gradients there and return one sum. None if no other call shares the parameters.
+        precision: precision of the products of strategy `kernels`, see `experts.precision`. Other
+            strategies compute with torch's settings.
+        rounded: the module's store of rounded weights, for precisions that round weights. With
+            None, a call rounds the weights itself.
+        adapters: adapters of the same experts by name, "in" (for w_in and w_gate, with adjacent
+            outputs) and "out". Only strategies of `from_matmul` read them.
+        later: object that receives the weight gradients that strategies `fused` and `kernels`
+            postpone in exact precisions. Other strategies compute weight gradients in backward.
     """
 
     w_in_LDF: Tensor
@@ -107,18 +111,21 @@ class FFNParameters:
     later: LaterGrads | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
-        """Where a call with these rows and gates leaves its weights' gradients; None: nowhere.
-        Without a gradient of its inputs nothing waits, and autograd would not see the call.
+        """Return the object that receives postponed weight gradients, or None to compute them in
+        backward.
+
+        If no input of the call needs a gradient, no rank waits for a result, and autograd would not
+        record the call without its weights.
         """
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
-        """Inputs of one autograd function, and the `main_grad_weights` among them.
+        """Return the inputs of one autograd function, and the `main_grad_weights` among them.
 
-        x: [R, D] or [T, D]. Inputs: [x, w_in, b_in, w_gate, b_gate, w_out, b_out]. Under autocast
-        all are in its dtype (float64 stays), and no gradient is left to the function: the fields
-        are used, which redirect it themselves.
+        The inputs are [x, w_in, b_in, w_gate, b_gate, w_out, b_out] with x [R, D] or [T, D]. Under
+        autocast all inputs are cast to its dtype (float64 stays float64), and the mapping is empty,
+        because the fields redirect their gradients themselves.
         """
         fields = [x, self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF, self.bias_gate_LF,
                   self.w_out_LFD, self.bias_out_LD]
@@ -134,19 +141,21 @@ GroupedMatmul = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
 Strategy = Callable[[Tensor, "RowCounts | RowPlan", FFNParameters], Tensor]
 strategies: Registry[Strategy] = Registry("expert_compute")
-_STEPWISE: list[Strategy] = []  # of `from_matmul`
-# those that use `FFNParameters.keep`. Not `batched`, which keeps padded copies in which rows lie
-# elsewhere, nor `fused`, which keeps what it needs in the CPU's reusable memory
+_STEPWISE: list[Strategy] = []  # strategies made by `from_matmul`
+# Strategies that use `FFNParameters.keep`. `batched` is not included, because it saves padded
+# copies with rows at other positions, nor is `fused`, which saves its rows in reusable CPU memory.
 KEEPS_ROWS = ("auto", "kernels", "grouped", "loop")
 
 
 def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
                 elementwise: Callable[[Elementwise], Elementwise] = lambda f: f) -> Strategy:
-    """A strategy from a grouped matmul `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`.
+    """Create a strategy from a grouped matmul `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`.
 
-    The rows of expert l are multiplied by matrix l, and its bias is added. keeps_rows: whatever
-    autograd saves in it has its rows in the order of `rows_RI`, so that they can be kept elsewhere.
-    elementwise: what to compute in place of an activation.
+    The matmul multiplies the rows of expert l by matrix l and adds bias l.
+
+    keeps_rows: whether all tensors that autograd saves have their rows in the order of `rows_RI`,
+    so that the rows can be stored elsewhere.
+    elementwise: wraps the activation function.
     """
 
     @functools.wraps(matmul)
@@ -163,9 +172,9 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
 
 def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
                  p: FFNParameters) -> Tensor:
-    """`_ffn` whose rows `p.keep` keeps."""
+    """Compute `_ffn`, and store its rows with `p.keep`."""
     if torch.is_autocast_enabled(x.device.type):
-        # casts that autocast makes would be saved, and could be as large as rows
+        # Autograd would save the casts of autocast, and a cast may have the size of rows.
         (x, *tensors), _ = p.operands(x)
         adapters = {name: adapter.to(x.dtype) for name, adapter in p.adapters.items()}
         p = replace(p, **dict(zip(OPERANDS, tensors, strict=True)), adapters=adapters)
@@ -180,10 +189,10 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
                   rows: RowCounts | RowPlan) -> Tensor:
-    """`compute(rows_RD, counts) -> rows_RD` on work in either form; returns x's shape.
+    """Apply `compute(rows_RD, counts) -> rows_RD` to work in either form; returns x's shape.
 
-    x: [R, D] rows with `RowCounts`; with a `RowPlan` [T, D] tokens, whose rows are gathered before
-    and combined after.
+    x: rows [R, D] with `RowCounts`, or tokens [T, D] with a `RowPlan`. Tokens are gathered into
+    rows before and combined after.
     """
     if not isinstance(rows, RowPlan):
         return compute(x, rows)
@@ -220,8 +229,9 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
 def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
               maps: Sequence[tuple[Tensor, Tensor | None]], adapter: LowRank | None
               ) -> list[Tensor]:
-    """Of the same rows and each of some weights and biases; what an adapter adds to all of them
-    takes two grouped products.
+    """Multiply the same rows by several weights and add the biases.
+
+    An adapter for all of these weights needs only two grouped products.
     """
     if adapter is None:
         return [matmul(rows_RI, counts, w, b) for w, b in maps]
@@ -230,20 +240,23 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
         factors = _for_each_row(adapter.factor_LO, counts).chunk(len(maps), -1)
     low_RR = matmul(rows_RI, counts, adapter.a_LIR, None)
     more = matmul(low_RR, counts, adapter.b_LRO, None).chunk(len(maps), -1)
-    made = []
+    outputs = []
     for (w, b), low, factor in zip(maps, more, factors, strict=True):
         if factor is None:
-            made.append(matmul(rows_RI, counts, w, b) + low)
+            outputs.append(matmul(rows_RI, counts, w, b) + low)
             continue
+        # The bias is added after the factor, which scales only the weights and the adapter.
         scaled = (matmul(rows_RI, counts, w, None) + low) * factor
-        made.append(scaled if b is None else scaled + _for_each_row(b, counts))
-    return made
+        outputs.append(scaled if b is None else scaled + _for_each_row(b, counts))
+    return outputs
 
 
 def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, clamp: float = 0.0,
           offset: float = 0.0) -> Tensor:
-    """act(gate) * (inner + offset), [R, F]; with `clamp` > 0 of min(gate, clamp) and of inner in
-    -clamp..clamp. Source: gpt-oss (OpenAI 2025), with quick_gelu, 7 and 1.
+    """Return act(gate) * (inner + offset), [R, F].
+
+    With `clamp` > 0, gate is limited to at most clamp, and inner to -clamp..clamp. Source: gpt-oss
+    (OpenAI 2025), with quick_gelu, clamp 7 and offset 1.
     """
     if clamp:
         gate_RF, inner_RF = gate_RF.clamp(max=clamp), inner_RF.clamp(-clamp, clamp)
@@ -251,14 +264,16 @@ def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, cl
 
 
 def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """One matmul per expert, with torch's own autograd; can be differentiated twice.
+    """Compute one matmul per expert with torch's own autograd, which can be differentiated twice.
 
     Args:
-        rows_RI: [R, I], expert after expert.
-        w_LIO: [L, I, O].
-        b_LO: [L, O] or None. Returns [R, O]. All of one floating-point dtype.
+        rows_RI: rows [R, I], expert after expert.
+        counts: number of rows per expert.
+        w_LIO: weights [L, I, O] of the same floating-point dtype.
+        b_LO: biases [L, O] of the same dtype, or None.
+    Returns: rows [R, O].
     """
-    # unbind, not w[l]: indexing would make a gradient of the full stack for every expert
+    # The backward of w[l] would allocate a gradient of the full stack for every expert.
     weights = w_LIO.unbind(0)
     groups = rows_RI.split(counts.host)
     if b_LO is None:
@@ -269,11 +284,12 @@ def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None)
 
 
 def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """One batched matmul over experts padded to the largest load.
+    """Compute one batched matmul over experts padded to the largest load.
 
-    Best for many small experts of even load. Shapes and dtypes: see `loop`.
+    Best for many small experts with an even load. Shapes and dtypes are those of `loop`.
     """
     longest = max(counts.host)
+    # With equal loads the rows already form a batch and need no padding.
     if longest * len(counts.host) == counts.total:
         return _bmm(rows_RI.view(len(counts.host), longest, rows_RI.shape[1]), w_LIO,
                     b_LO).flatten(0, 1)
@@ -285,9 +301,10 @@ def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """torch's grouped GEMM in one launch; good on GPU in bf16.
+    """Compute torch's grouped GEMM in one launch; fast on GPUs in bf16.
 
-    Shapes and dtypes: see `loop`, which computes those that the grouped GEMM does not support.
+    Shapes and dtypes are those of `loop`, which computes the cases that the grouped GEMM does not
+    support.
     """
     if grouped_refusal(rows_RI, w_LIO) is not None:
         return loop(rows_RI, counts, w_LIO, b_LO)
@@ -299,25 +316,26 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """[R, O]: what belongs to the expert of each row; 0 in filler."""
+    """Return the value of each row's expert, [R, O], with 0 in filler rows."""
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)
     groups = RowGroups(counts, device)
-    # neither a product nor its gradient is defined in filler: no bias may see them
+    # In filler rows neither a product nor its gradient is defined, so no bias may depend on them.
     real_R1 = torch.arange(counts.total, device=device)[:, None] < groups.ends_L[-1]
     return torch.where(real_R1, values_LO.index_select(0, groups.group_R), 0)
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
-    """Why `grouped` passes rows_RI [R, I] and w_LIO [L, I, O] to `loop`; None where it does not."""
-    # meta has no autocast, which torch up to 2.11 says by an error
+    """Return why `grouped` passes these operands to `loop`, or None if it does not."""
+    # torch up to 2.11 raises an error when asked about autocast on the meta device.
     if rows_RI.device.type != "meta" and torch.is_autocast_enabled(rows_RI.device.type):
         return "autocast"
     if rows_RI.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"dtype {rows_RI.dtype}"
     if rows_RI.device.type == "cuda" and rows_RI.dtype != torch.bfloat16:
         return f"dtype {rows_RI.dtype} on a GPU"
+    # The grouped GEMM needs rows of weights that are multiples of 16 bytes.
     step = 16 // rows_RI.element_size()
     if w_LIO.shape[1] % step or w_LIO.shape[2] % step:
         return f"widths {tuple(w_LIO.shape[1:])}, which are not multiples of {step}"
@@ -325,7 +343,6 @@ def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
 
 
 _NO_GROUPED = "torch has no grouped_mm: needs torch >= 2.10"
-# new in torch 2.10
 _HAS_GROUPED = hasattr(F, "grouped_mm")
 strategies.register("loop")(from_matmul(loop, keeps_rows=True))
 strategies.register("batched")(from_matmul(batched))
@@ -334,14 +351,18 @@ strategies.register("grouped", why_not=lambda: None
 
 
 def is_stepwise(strategy: Strategy) -> bool:
-    """Whether a strategy computes in steps of torch, and so follows dropout, clamp and offset of
-    `FFNParameters`; `stepwise_strategy` is one that does.
+    """Return whether a strategy computes in torch operations and supports dropout, clamp and
+    offset.
+
+    `stepwise_strategy` returns a strategy that does.
     """
     return strategy in _STEPWISE
 
 
 def stepwise_strategy() -> Strategy:
-    """The strategy in place of one that does not: torch's grouped GEMM, or a loop."""
+    """Return a strategy that supports dropout, clamp and offset: torch's grouped GEMM, or else
+    batched.
+    """
     return strategies.get("grouped" if _HAS_GROUPED else "batched")
 
 

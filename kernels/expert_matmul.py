@@ -1,15 +1,15 @@
-"""The matmuls of feed-forward experts over grouped rows, with gather and activation fused in.
+"""The matmuls of feed-forward experts over grouped rows, fused with gather and activation.
 
-Rows are gathered from tokens while they are loaded, the activation is applied before the result is
-stored, and it is recomputed in backward. The gate's product and the other one of a gated expert are
-one operation, and so are the two that make its input's gradient. Each operation has a torch
-reference here (exact in float64) and a Triton kernel.
+Rows are gathered from tokens while they are loaded. The activation is applied before the result is
+stored, and is recomputed in backward. A gated expert's first two products are one operation, and so
+are the two products that compute its input gradient. Each operation has a torch reference in this
+module (exact in float64) and a Triton kernel.
 
-Legend: T tokens, R rows, L groups (experts), I and O widths of a matmul, D and F widths of an
-expert. Tensors are of one floating-point dtype unless a docstring says otherwise. x and grad with a
-`token_R` (int64 [R], token of each row, -1: a row of zeros) are [T, .] tokens; without (None) they
-are [R, .] rows. precision: of float32 products, "ieee", or "tf32", in which the matrix units read
-11 bits of both operands; a reference computes as torch is set to.
+Notation: T tokens, R rows, L groups (experts), I and O widths of a matmul, D and F widths of an
+expert. Tensors have one floating-point dtype unless a docstring says otherwise. With a `token_R`
+(int64 [R], token of each row, or -1 for a row of zeros) x and grad are tokens [T, .]; with None
+they are rows [R, .]. `precision` of float32 products is "ieee", or "tf32", for which the matrix
+units read 11 bits of both operands. References compute with torch's settings.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
 def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
-    """The rows of an operation, [R, .], from x and token_R of the legend."""
+    """Return the rows of an operation, [R, .], from x and token_R as defined in this module."""
     if token_R is None:
         return x
     if x.shape[0] == 0:
         return x.new_zeros(token_R.numel(), x.shape[1])
+    # Rows without a token read token 0. A product with 0 would not clear them, because token 0 may
+    # contain NaN.
     return x.index_select(0, token_R.clamp(min=0)).masked_fill_((token_R < 0)[:, None], 0)
 
 
 @op
 def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
-    """rows w + b by group, [R, O] in x's dtype.
+    """Compute rows w + b by group, [R, O] in x's dtype.
 
     Args:
         x: rows or tokens of width I.
-        w_LIO: [L, I, O], also a transposed view.
-        b_LO: [L, O].
+        groups: rows of each expert.
+        w_LIO: weights [L, I, O], may be a transposed view.
+        b_LO: biases [L, O], or None.
+        token_R: token of each row, or None if x contains rows.
+        precision: "ieee" or "tf32".
     """
     rows_RI = rows_of(x, token_R)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
@@ -53,11 +58,13 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
 @op
 def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tensor, v_LIO: Tensor,
                       precision: str) -> Tensor:
-    """x w + y v by group, [R, O] in x's dtype: a gated expert's input gradient.
+    """Compute x w + y v by group, [R, O] in x's dtype: a gated expert's input gradient.
 
     Args:
-        x_RI, y_RI: [R, I] rows.
-        w_LIO, v_LIO: [L, I, O], also transposed views.
+        x_RI, y_RI: rows [R, I].
+        groups: rows of each expert.
+        w_LIO, v_LIO: weights [L, I, O], may be transposed views.
+        precision: "ieee" or "tf32".
     """
     out_RO = expert_matmul.implementation("torch")(x_RI, groups, w_LIO, None, None, precision)
     for group, span in groups.spans():
@@ -69,13 +76,16 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tens
 def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                       token_R: Tensor | None, activation: str,
                       precision: str) -> tuple[Tensor, Tensor]:
-    """(h, a), [R, F] each, of plain experts: h = rows w + b; a = act(h).
+    """Return (h, a), [R, F] each, for plain experts: h = rows w + b and a = act(h).
 
     Args:
         x: rows or tokens of width D.
-        w_LDF: [L, D, F].
-        b_LF: [L, F].
+        groups: rows of each expert.
+        w_LDF: weights [L, D, F].
+        b_LF: biases [L, F], or None.
+        token_R: token of each row, or None if x contains rows.
         activation: a name in `ACTIVATIONS`.
+        precision: "ieee" or "tf32".
     """
     h_RF = expert_matmul.implementation("torch")(x, groups, w_LDF, b_LF, token_R, precision)
     return h_RF, ACTIVATIONS[activation].value(h_RF)
@@ -85,15 +95,18 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
 def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                         v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, gate, a), [R, F] each, of gated experts: h = rows w + b; gate = rows v + v_bias;
+    """Return (h, gate, a), [R, F] each, for gated experts.
 
-    a = act(gate) h.
+    h = rows w + b, gate = rows v + v_bias, and a = act(gate) h.
 
     Args:
         x: rows or tokens of width D.
-        w_LDF, v_LDF: [L, D, F].
-        b_LF, v_bias_LF: [L, F], both or none.
+        groups: rows of each expert.
+        w_LDF, v_LDF: weights [L, D, F].
+        b_LF, v_bias_LF: biases [L, F], both or none.
+        token_R: token of each row, or None if x contains rows.
         activation: a name in `ACTIVATIONS`.
+        precision: "ieee" or "tf32".
     """
     product = expert_matmul.implementation("torch")
     rows_RD = rows_of(x, token_R)
@@ -107,19 +120,25 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Back through the second matmul and the activation: (grad h, grad gate or None, scale a,
+    """Compute the backward of the second matmul and the activation: (grad h, grad gate, scale a,
     dots).
 
-    u = grad rows w^T; s = scale * u; a as in the forward operations. Plain: grad h = s act'(h).
-    Gated: grad h = s act(gate), grad gate = s h act'(gate). scale a: by grad rows it makes the
-    gradient of w. dots[r] = <u[r], a[r]>: the gate weight's, without keeping output rows.
+    Let u = grad rows w^T and s = scale * u, with a as in the forward operations. For plain experts,
+    grad h = s act'(h), and grad gate is None. For gated experts, grad h = s act(gate) and grad gate
+    = s h act'(gate). The product of (scale a)^T and the grad rows is the gradient of w. dots[r] =
+    <u[r], a[r]> is the gradient of the gate weight, computed without saving output rows.
 
     Args:
         grad: gradient of rows or tokens of width D.
-        w_LFD: [L, F, D].
-        h_RF, gate_RF: [R, F].
-        scale_R: float32 [R] (float64 for float64 inputs). Returns [R, F] three times, and dots
-            [C, R] in scale's dtype: summed over any C parts; of filler any values.
+        groups: rows of each expert.
+        w_LFD: weights [L, F, D].
+        h_RF, gate_RF: values [R, F] of the forward pass.
+        scale_R: gate weight of each row, float32 [R] (float64 for float64 inputs), or None.
+        token_R: token of each row, or None if grad contains rows.
+        activation: a name in `ACTIVATIONS`.
+        precision: "ieee" or "tf32".
+    Returns: three tensors [R, F], and dots [C, R] in scale's dtype, which must be summed over the C
+        parts (any number). The values of filler rows are arbitrary.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -129,7 +148,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
                             scale_R: Tensor | None,
                             activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """`expert_matmul_act_backward` from its first product u, [R, F], on."""
+    """Compute the results of `expert_matmul_act_backward` from its first product u, [R, F]."""
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
     inner_RF = h_RF if gate_RF is None else gate_RF
@@ -138,6 +157,7 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
     act.gradient(s_RF if gate_RF is None else s_RF * h_RF, inner_RF, grad_inner_RF)
     grad_h_RF = grad_inner_RF if gate_RF is None else s_RF * a_RF
     after_RF = a_RF if gate_RF is None else a_RF * h_RF
+    # The dots are the gradient of the scale, so they use the value without the scale.
     dtype = accumulate_dtype(u_RF.dtype)
     dots_1R = (u_RF.to(dtype) * after_RF.to(dtype)).sum(1)[None]
     if scale_R is not None:
@@ -148,11 +168,13 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
 @op
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, precision: str) -> Tensor:
-    """rows^T grad rows by group, [L, I, O] in x's dtype; zeros for a group without rows.
+    """Compute rows^T grad rows by group, [L, I, O] in x's dtype, with zeros for a group without
+    rows.
 
-    x, grad: rows or tokens of widths I and O, each with its own token of each row.
+    x, grad: rows or tokens of widths I and O, each with its own token_R.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
+    # A product over no rows writes zeros, so that no group needs special treatment.
     out_LIO = x.new_empty(groups.number, rows_RI.shape[1], grad_RO.shape[1])
     for group, span in groups.spans():
         torch.mm(rows_RI[span].t(), grad_RO[span], out=out_LIO[group])
@@ -163,10 +185,11 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                            grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
-    """`expert_weight_grad` added to `into_LIO`, which is returned.
+    """Add `expert_weight_grad` to `into_LIO`, and return `into_LIO`.
 
-    into_LIO: [L, I, O], may have another dtype (float32 with bfloat16 rows). The gradient of all
-    experts is never stored anywhere else.
+    The gradient of all experts is never stored separately.
+
+    into_LIO: [L, I, O], may have another dtype (float32 with bfloat16 rows).
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     for group, span in groups.spans():
@@ -181,10 +204,9 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
 def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups: RowGroups,
                             x_token_R: Tensor | None, precision: str,
                             into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """`expert_weight_grad` of both gradients of the same rows of x, or with `into` those added
-    there.
+    """Compute `expert_weight_grad` of two gradients for the same rows of x, or add both to `into`.
 
-    grad_RO, also_RO: [R, O] rows, of a gated expert's two first products.
+    grad_RO, also_RO: rows [R, O], the gradients of a gated expert's first two products.
     """
     grads, args = (grad_RO, also_RO), (groups, x_token_R, None, precision)
     if into is None:
@@ -196,11 +218,13 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 @op
 def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
-    """Sum of (scale * grad rows) by group, [L, O] in grad's dtype.
+    """Compute the sum of (scale * grad rows) by group, [L, O] in grad's dtype.
 
     Args:
         grad: rows or tokens of width O.
-        scale_R: float32 [R] (float64 for float64 inputs).
+        groups: rows of each expert.
+        token_R: token of each row, or None if grad contains rows.
+        scale_R: float32 [R] (float64 for float64 inputs), or None.
     """
     grad_RO = rows_of(grad, token_R)
     if scale_R is not None:

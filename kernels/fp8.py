@@ -1,12 +1,13 @@
-"""Block-scaled fp8 (e4m3): of rows on the wire, half the bytes of bfloat16 plus one float32 a
-block; and of the operands of experts' products, one scale for 128 values of a row, or 128 x 128 of
-a weight.
+"""Block-scaled fp8 (e4m3) for rows that are sent, and for the operands of the experts' products.
 
-Products: the operations of `expert_matmul` over rows, with both operands rounded first, as in
-DeepSeek-V3 (2024, section 3.3); the sums are float32, and weight gradients stay in the layer's
-dtype. With finite inputs of ordinary size every operand x becomes x (1 + e), |e| <= 2^-4, plus at
-most 2^-10 of its block's scale, so a product of K terms is off by at most sum |x w| (2^-3 + 2^-8)
-and that floor; on normal values by about 4 % of the result's norm.
+A row needs half the bytes of bfloat16 plus one float32 scale per block. For products, 128 values of
+a row, or 128 x 128 values of a weight, share a scale.
+
+Products are the operations of `expert_matmul` over rows with both operands rounded first, as in
+DeepSeek-V3 (2024, section 3.3). Sums are float32, and weight gradients stay in the layer's dtype.
+For finite inputs of ordinary size every operand x becomes x (1 + e), |e| <= 2^-4, plus at most
+2^-10 of its block's scale. The error of a product of K terms is therefore at most sum |x w| (2^-3 +
+2^-8) plus this floor. With normally distributed values the error is about 4 % of the result's norm.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
 
-BLOCK = 128  # values that share a scale; as DeepSeek-V3's dispatch
+BLOCK = 128  # values that share a scale, as in DeepSeek-V3's dispatch
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
-SMALLEST_SCALE = 2.0**-126  # a scale of zero would divide zeros by zero
+SMALLEST_SCALE = 2.0**-126  # the smallest normal number: a scale of 0 would give 0 / 0
 
 
 @op
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(codes e4m3 [R, D], scales float32 [R, ceil(D / block)]): x is about codes * scale.
+    """Return (codes e4m3 [R, D], scales float32 [R, ceil(D / block)]), where x is about codes *
+    scale.
+
+    scale = largest finite |x| of the block / 448, or 1 for a block of zeros. Let b be the largest
+    value of a block, with 2^-110 <= b < 2^127. The error of a finite x in this block is at most
+    2^-4 |x| + 2^-18 b, because e4m3 has four significant bits down to 2^-6 scales, and steps of
+    2^-9 scales below. Values that are not finite become NaN.
 
     Args:
-        x_RD: floating point.
-        block: values that share a scale. scale = largest finite |x| of the block / 448, 1 for a
-            block of zeros. Error of a finite x in a block whose largest is b, with 2^-110 <= b
-            < 2^127: at most 2^-4 |x| + 2^-18 b. (e4m3 keeps four bits down to 2^-6 scales;
-            below, steps of 2^-9 scales.) Values that are not finite become NaN.
+        x_RD: rows of any floating-point dtype.
+        block: number of values that share a scale.
     """
     width = x_RD.shape[1]
     x_RBN = _blocks(x_RD.float(), block)
@@ -49,11 +53,13 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @op
 def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """codes * scale in `dtype`, [R, D]: the inverse of `quantize_fp8` up to its rounding.
+    """Return codes * scale in `dtype`, [R, D]: the inverse of `quantize_fp8` up to its rounding.
 
     Args:
         codes_RD: e4m3 [R, D].
         scales_RB: float32 [R, ceil(D / block)].
+        block: number of values that share a scale.
+        dtype: dtype of the result.
     """
     width = codes_RD.shape[1]
     x_RBN = _blocks(codes_RD.float(), block) * scales_RB[:, :, None]
@@ -68,10 +74,12 @@ def _blocks(x_RD: Tensor, block: int) -> Tensor:
 
 @op
 def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes e4m3 [L, I, O], scales float32 [L, ceil(I / 128), ceil(O / 128)]).
+    """Return (codes e4m3 [L, I, O], scales float32 [L, ceil(I / 128), ceil(O / 128)]) of a weight.
 
-    w_LIO: floating point, any strides. Scales and rounding as in `quantize_fp8`. The codes' memory
-    is [L, O, I]: matrix units read 8-bit operands along the sum.
+    Scales and rounding are those of `quantize_fp8`. The memory layout of the codes is [L, O, I],
+    because matrix units read 8-bit operands along the sum.
+
+    w_LIO: weight of any floating-point dtype and strides.
     """
     groups, inner, outer = w_LIO.shape
     high, wide = -(-inner // BLOCK), -(-outer // BLOCK)
@@ -82,6 +90,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest > 0, (largest / LARGEST).clamp(min=SMALLEST_SCALE), 1.0)
     codes = torch.where(finite, (blocks_LHBWB / scales).clamp(-LARGEST, LARGEST),
                         torch.nan).to(torch.float8_e4m3fn)
+    # The two transpositions around `contiguous` give the memory layout [L, O, I].
     codes_LIO = codes.view(groups, high * BLOCK, wide * BLOCK)[:, :inner, :outer]
     return (codes_LIO.transpose(1, 2).contiguous().transpose(1, 2),
             scales.view(groups, high, wide).contiguous())
@@ -91,12 +100,15 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """rows w + b by group, [R, O] in `dtype`, of operands that are codes * scales.
+    """Compute rows w + b by group, [R, O] in `dtype`, from operands that are codes * scales.
 
     Args:
-        codes, scales: of rows or tokens of width I, see `quantize_fp8` with blocks of 128.
-        codes_LIO, scales_LHW: see `quantize_weights_fp8`.
-        b_LO: [L, O] in `dtype`.
+        codes, scales: rows or tokens of width I, see `quantize_fp8` with blocks of 128.
+        groups: rows of each expert.
+        codes_LIO, scales_LHW: weights, see `quantize_weights_fp8`.
+        b_LO: biases [L, O] in `dtype`. Optional.
+        token_R: see `kernels.expert_matmul`.
+        dtype: dtype of the result.
     """
     wide = torch.promote_types(dtype, torch.float32)
     rows = dequantize_fp8.implementation("torch")(codes, scales, BLOCK, wide)
@@ -109,7 +121,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
 
 
 class Fp8Weight(RoundedWeight):
-    """A weight in fp8, which the products below take in the place of its tensor.
+    """A weight in fp8. The products below accept it in place of a tensor.
 
     codes_LIO, scales_LHW: see `quantize_weights_fp8`.
     """
@@ -120,19 +132,19 @@ class Fp8Weight(RoundedWeight):
 
     @classmethod
     def of(cls, w_LIO: Tensor) -> Fp8Weight:
-        """w_LIO [L, I, O] in fp8."""
+        """Round w_LIO [L, I, O] to fp8."""
         return cls(*quantize_weights_fp8(w_LIO))
 
     def transpose(self, first: int, second: int) -> Fp8Weight:
-        """As of a tensor, axes 1 and 2 alone: the same codes, which lie along that product's sum.
+        """Exchange axes 1 and 2, with codes laid out along the sum of the transposed product.
 
-        Made once. A block is square, so what is rounded does not change.
+        The result is computed once. The blocks are square, so the rounded values do not change.
         """
         if {first, second} != {1, 2}:
-            raise ValueError(f"a weight in fp8 cannot exchange axes {first}, {second}: must be 1, "
-                             "2; its blocks are of those")
+            raise ValueError(f"A weight in fp8 cannot exchange axes {first} and {second}. Only "
+                             "axes 1 and 2 can be exchanged, because blocks lie in these axes.")
         if self._transposed is None:
-            # as bytes: copies of fp8 are slow or missing on some devices
+            # Copied as bytes, because copies of fp8 are slow or missing on some devices.
             codes = self.codes_LIO.view(torch.uint8).contiguous().view(self.codes_LIO.dtype)
             self._transposed = Fp8Weight(codes.transpose(1, 2),
                                          self.scales_LHW.transpose(1, 2).contiguous())
@@ -140,19 +152,19 @@ class Fp8Weight(RoundedWeight):
 
 
 class Fp8Products(RoundedProducts):
-    """Products over rows in fp8; weight gradients come from unrounded operands."""
+    """Products over rows in fp8. Weight gradients are computed from unrounded operands."""
 
     def weight(self, w_LIO: Tensor, backward: bool) -> Fp8Weight:
-        """See `RoundedProducts`."""
+        """Round a weight; see `RoundedProducts.weight`."""
         return Fp8Weight.of(w_LIO)
 
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `RoundedProducts`."""
+        """Round rows or tokens; see `RoundedProducts.rows`."""
         return quantize_fp8(x, BLOCK)
 
     def product(self, rows: tuple[Tensor, Tensor], groups: RowGroups, weight: Fp8Weight,
                 b_LO: Tensor | None, token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See `RoundedProducts`."""
+        """Multiply rounded operands; see `RoundedProducts.product`."""
         return expert_matmul_fp8(*rows, groups, weight.codes_LIO, weight.scales_LHW, b_LO, token_R,
                                  dtype)
 

@@ -1,4 +1,8 @@
-"""Rows in groups, one per expert, and the tiles that a grouped matmul is divided into."""
+"""Rows in groups, one group per expert, and the tiles that divide a grouped matmul.
+
+This module also contains copies of rows to and from pages, and the transposition of chunks for the
+2DH exchange.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,23 @@ from moe_plugin.kernels.registry import op
 from moe_plugin.records import DeviceCounts, RowCounts
 
 
-# Rows in pages of one buffer: copies whose lengths only the device knows.
+# Pages store rows in slots of one buffer, for copies with lengths that only the device knows.
 #
-# A buffer is [S + 1, P]: S slots of P elements, and one for what is not kept; `host` is another, in
-# memory of the host, whose slots have the numbers from S on. Which slots hold a tensor is its
-# record,
-# int64 [M]: the slot of its i-th run of P elements, -1: none.
+# A buffer is [S + 1, P]: S slots of P elements, and an additional slot for elements that are not
+# stored. A second buffer `host` lies in host memory, and its slots are numbered from S on. The
+# record of a tensor, int64 [M], contains the slot of each run of P elements, or -1 for a run that
+# is not stored.
 @op
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
-    """Copy the runs of x_N that have a slot there; returns the slots of `pages_SP`, [S, P].
+    """Copy the runs of x_N that have a slot to these slots, and return the slots of `pages_SP`, [S,
+    P].
 
-    What is left of the last run is zeros.
+    The last run is padded with zeros.
 
     Args:
-        x_N: [N] of any dtype, N <= M P.
-        record_M: int64 [M].
-        pages_SP, host_SP: x's dtype, see the module, changed in place.
+        x_N: values [N] of any dtype, N <= M P.
+        record_M: record of the tensor, int64 [M].
+        pages_SP, host_SP: buffers in x's dtype on the device and in host memory, changed in place.
     """
     size, pages = pages_SP.shape[1], record_M.shape[0]
     x_MP = F.pad(x_N, (0, pages * size - x_N.shape[0])).view(pages, size)
@@ -42,41 +47,46 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 @op
 def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
                enough: Tensor) -> Tensor:
-    """The first `length` elements of what a record holds, [length]; any values without a slot.
+    """Return the first `length` elements that a record describes, [length].
+
+    Elements without a slot have arbitrary values.
 
     Args:
-        record_M: int64 [M], length <= M P.
-        pages_SP, host_SP: see the module; floating point.
-        enough: bool scalar on the device; where it is false, all elements are NaN.
+        record_M: record of the tensor, int64 [M], length <= M P.
+        pages_SP, host_SP: floating-point buffers on the device and in host memory.
+        length: number of elements.
+        enough: bool scalar on the device. If False, all elements of the result are NaN.
     """
-    here_M, there_M = _slots(record_M, pages_SP, host_SP)
-    x_MP = pages_SP.index_select(0, here_M)
+    device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
+    x_MP = pages_SP.index_select(0, device_slot_M)
     if host_SP.shape[0] > 1:
         on_host_M1 = (record_M >= pages_SP.shape[0] - 1)[:, None]
-        x_MP = torch.where(on_host_M1, host_SP.index_select(0, there_M), x_MP)
+        x_MP = torch.where(on_host_M1, host_SP.index_select(0, host_slot_M), x_MP)
     return x_MP.view(-1)[:length].masked_fill_(~enough, torch.nan)
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
-    """Of both buffers, the slot of each run; the last one for what is not there."""
-    here, there = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
-    on_host_M = record_M >= here
-    return (torch.where(on_host_M | (record_M < 0), here, record_M),
-            torch.where(on_host_M, record_M - here, there))
+    """Return the slot of each run in both buffers, or the last slot for runs stored elsewhere."""
+    device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
+    on_host_M = record_M >= device_slots
+    return (torch.where(on_host_M | (record_M < 0), device_slots, record_M),
+            torch.where(on_host_M, record_M - device_slots, host_slots))
 
 
 @op
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Equal chunks of dimension 0 from [outer, inner] order to [inner, outer] order.
+    """Reorder equal chunks of dimension 0 from [outer, inner] order to [inner, outer] order.
 
-    x: [outer * inner * c, ...] of any dtype; the result has its shape and dtype. 2DH (Tutel):
-    chunks by destination rank (node, local) become chunks by (local, node), so that the exchange
-    inside the node sends one contiguous piece to each neighbour; and back with the factors swapped.
+    In 2DH (Tutel), chunks by destination rank (node, local) become chunks by (local, node), so that
+    the exchange inside the node sends one contiguous piece to each neighbour. Swapping the factors
+    reverses this.
+
+    x: tensor [outer * inner * c, ...] of any dtype. The result has the same shape and dtype.
     """
     if x.shape[0] % (outer * inner):
         raise ValueError(
-            f"{x.shape[0]} rows do not make {outer} x {inner} equal chunks: must be a multiple of "
-            f"{outer * inner}; pad them"
+            f"A tensor of {x.shape[0]} rows cannot be split into {outer} x {inner} equal chunks. "
+            f"Pad the rows to a multiple of {outer * inner}."
         )
     chunks = x.reshape(outer, inner, -1).transpose(0, 1)
     return chunks.reshape(x.shape)
@@ -85,22 +95,23 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
 @op
 def tile_table(lengths_L: Tensor, height: int, total: int,
                least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(group, first row, used): of each tile, int32 [M] each, and the number of tiles, int32 [1].
+    """Return the tiles as (group, first row, used): int32 [M], int32 [M], and the number of tiles
+    [1].
 
-    No tile spans two groups.
+    No tile spans two groups. The host does not wait for the device. M = total // height + L is an
+    upper bound for any lengths; unused entries at the end have group -1 and row 0.
 
     Args:
-        lengths_L: int64 [L], rows of each group, which lie one after the other.
+        lengths_L: int64 [L], number of rows of each group. The groups lie one after the other.
         height: rows of a tile.
-        total: rows of all groups, or a bound.
-        least: tiles that a group without rows has, 0 or 1. M = total // height + L, which no
-            lengths exceed; what is unused, at the end, has group -1 and row 0. The host does
-            not wait for the device.
+        total: number of rows of all groups, or an upper bound.
+        least: number of tiles of a group without rows, 0 or 1.
     """
     groups, device = lengths_L.numel(), lengths_L.device
     if groups == 0:
         empty = torch.empty(0, dtype=torch.int32, device=device)
         return empty, empty.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+    # All values are computed on the device from the lengths, so that the host need not know them.
     tiles_L = torch.div(lengths_L + (height - 1), height, rounding_mode="floor").clamp_(min=least)
     last_L, end_L = tiles_L.cumsum(0), lengths_L.cumsum(0)
     tile_M = torch.arange(most_tiles(groups, height, total), device=device)
@@ -112,36 +123,43 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
 
 
 def most_tiles(groups: int, height: int, total: int) -> int:
-    """M of `tile_table`: the most tiles of `height` rows that `total` rows in `groups` can make."""
+    """Return M of `tile_table`: the largest number of tiles that `total` rows in `groups` can form.
+    """
     return total // height + groups if groups else 0
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How a kernel's programs go through their tiles; each computes the same bits.
+    """How a kernel's programs process their tiles. All schedules compute the same bits.
 
     Attributes:
-        specialize: some warps load, some multiply, some store; of products of one matrix with rows
-            that lie in order.
-        split: parts in which a half of a tile's columns is stored, 1 or 2.
+        specialize: whether some warps load, some multiply and some store. Applies to products of
+            one matrix with rows that lie in order.
+        split: number of parts in which half of a tile's columns is stored, 1 or 2.
     """
 
     specialize: bool = False
     split: int = 1
 
 
-# by what they are called where one is chosen; none: the one that all GPUs and versions can
+# Schedules by name. The empty name selects the schedule that all GPUs and Triton versions support.
 SCHEDULES = {"": TileSchedule(), "split": TileSchedule(split=2),
              "specialized": TileSchedule(specialize=True)}
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Tables of row counts on one device; no copy from the device to the host.
+    """Tables of row counts on one device, without a copy from the device to the host.
 
-    Rows after those of the last group (filler, see `DeviceCounts`) are in no group. beside: other
-    kernels, those of an exchange, run at the same time as products over these rows. schedule: of
-    these products where Triton computes them, one of `SCHEDULES` (a name, which graphs can hold).
+    Rows after those of the last group (filler, see `DeviceCounts`) belong to no group.
+
+    Attributes:
+        counts: number of rows of each group.
+        device: device of the tables.
+        beside: whether other kernels, those of an exchange, run at the same time as products over
+            these rows.
+        schedule: a name in `SCHEDULES`, for products computed by Triton. A name and not an object,
+            because graphs can store names.
     """
 
     counts: RowCounts
@@ -155,54 +173,56 @@ class RowGroups:
 
     @property
     def total(self) -> int:
-        """R, rows of all groups and filler."""
+        """Number R of rows of all groups and filler."""
         return self.counts.total
 
     @property
     def number(self) -> int:
-        """L, groups."""
+        """Number L of groups."""
         return self.counts.number
 
     @cached_property
     def lengths_L(self) -> Tensor:
-        """Rows of each group, int64 [L] on the device."""
+        """Number of rows of each group, int64 [L] on the device."""
         return self.counts.device(self.device)
 
     @cached_property
     def ends_L(self) -> Tensor:
-        """Row after the last of each group, int32 [L] on the device."""
+        """First row after each group, int32 [L] on the device."""
         return self.lengths_L.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def group_R(self) -> Tensor:
-        """Group of each row, int64 [R] on the device; filler counts as rows of the last."""
+        """Group of each row, int64 [R] on the device. Filler is assigned to the last group."""
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
-            found_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)
-            return found_R.clamp_(max=self.number - 1)
+            group_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)
+            return group_R.clamp_(max=self.number - 1)
         return torch.repeat_interleave(self.lengths_L, output_size=self.total)
 
     def spans(self) -> Iterator[tuple[int, slice]]:
-        """(group, its rows), empty groups included; reads lengths that only the device knows."""
+        """Yield (group, its rows), including empty groups. Waits for lengths that only the device
+        knows.
+        """
         start = 0
         for group, count in enumerate(self.counts.lengths()):
             yield group, slice(start, start + count)
             start += count
 
     def tiles(self, height: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """(group, first row, used) of the tiles of `height` rows, see `tile_table`.
+        """Return (group, first row, used) of the tiles of `height` rows, see `tile_table`.
 
-        Made once for all products that use this height and these groups.
+        The table is computed once for all products with this height and these groups.
         """
         if (height, least) not in self._tables:
             self._tables[height, least] = tile_table(self.lengths_L, height, self.total, least)
         return self._tables[height, least]
 
     def filled(self, step: int) -> tuple[RowGroups, Tensor]:
-        """(groups, row_P): these filled up to a multiple of `step` rows, at least `step`, P rows
-        together, and which row is in each place, int64 [P], -1: none.
+        """Pad each group to a multiple of `step` rows, at least `step`, and return (groups, row_P).
 
-        Made once for all products of blocks of rows. The host does not wait for the device.
+        row_P contains the row at each of the P positions, int64 [P], or -1 for padding. The result
+        is computed once for all products of blocks of rows. The host does not wait for the device.
         """
         if step not in self._filled:
             self._filled[step] = self._fill(step)
@@ -221,6 +241,7 @@ class RowGroups:
         row_R = torch.arange(total, device=device)
         shift_L = (filled.lengths_L.cumsum(0) - filled.lengths_L
                    - self.lengths_L.cumsum(0) + self.lengths_L)
+        # Filler is written to an additional position, which is removed below.
         at_R = torch.where(row_R < self.ends_L[-1], row_R + shift_L[self.group_R], places)
         row_P = torch.full((places + 1,), -1, device=device)
         return filled, row_P.index_copy_(0, at_R, row_R)[:places]

@@ -1,11 +1,11 @@
-"""Products and functions of rows whose bits do not depend on what other rows there are.
+"""Products and functions of rows with bits that do not depend on the other rows.
 
-A library sums a matrix product in an order that it chooses by the number of rows, and computes the
-last elements of a tensor in another way than those that fill its vector registers: the same token
-gets other bits in another batch. Here all rows are multiplied in blocks of `BLOCK`, the last one
-filled up with zeros, from memory that lies alike, and elements are computed in pieces that fill all
-registers. Whether the library at hand then treats all rows of a block alike is tried, once for each
-size. Gradients are computed from all rows at once, as ever.
+A library chooses the summation order of a matrix product by the number of rows, and computes the
+last elements of a tensor differently from elements that fill its vector registers. The same token
+therefore gets other bits in another batch. This module multiplies all rows in blocks of `BLOCK`
+rows with the same memory alignment, where the last block is padded. Elements are computed in pieces
+that fill all registers. A test, run once per size, checks whether the library treats all rows of a
+block identically. Gradients are computed from all rows at once, as usual.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moe_plugin.records import RowCounts
 from moe_plugin.utils.machine import exporting
 
 BLOCK = 32
-WIDTH = 16  # both axes of a matrix are filled up to a multiple: other widths have odd ends
-PIECE = 4096  # elements, few enough for one thread
+WIDTH = 16  # both axes of a matrix are padded to a multiple, so that no vector register is partial
+PIECE = 4096  # elements; so few that the library uses a single thread
 
 
 class _InBlocks(torch.autograd.Function):
@@ -39,10 +39,13 @@ class _InBlocks(torch.autograd.Function):
         if x_RI.device.type == "cpu" and in_float32(dtype):
             dtype = torch.float32
         wide_IO = w_IO.to(dtype)
+        # A padded copy, so that all weights have the same alignment and no odd ends.
         if inner % WIDTH or outer % WIDTH or wide_IO.data_ptr() % 64:
             wide_IO = F.pad(wide_IO, (0, -outer % WIDTH, 0, -inner % WIDTH)).clone()
         _check_library(wide_IO.shape, wide_IO.stride(), dtype, x_RI.device)
         out_RO = wide_IO.new_empty(rows + -rows % BLOCK, wide_IO.shape[1])
+        # Zeros fill the additional columns. In the last block, rows of the block before fill the
+        # remaining rows; their results are removed at the end.
         block_BI = wide_IO.new_zeros(BLOCK, wide_IO.shape[0])
         for first in range(0, rows, BLOCK):
             some_RI = x_RI[first:first + BLOCK]
@@ -62,39 +65,40 @@ class _InBlocks(torch.autograd.Function):
 @functools.cache
 def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
                    device: torch.device) -> None:
-    """`ValueError` if a row's bits depend on its place in a block of this size here."""
+    """Raise `ValueError` if the bits of a row depend on its position in a block of this size."""
     random = torch.Generator("cpu").manual_seed(0)
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
     x_BI = torch.randn(BLOCK, shape[0], generator=random, device="cpu").to(device, dtype)
     places_NB = torch.stack([torch.arange(BLOCK, device="cpu").roll(n) for n in (0, 1, 5, 16)]
                             + [torch.arange(BLOCK, device="cpu").flip(0)]).to(device)
-    found_NBO = w_IO.new_empty(len(places_NB), BLOCK, shape[1])
-    for places_B, found_BO in zip(places_NB, found_NBO, strict=True):
-        # as in a pass, which autocast does not reach
+    result_NBO = w_IO.new_empty(len(places_NB), BLOCK, shape[1])
+    for places_B, result_BO in zip(places_NB, result_NBO, strict=True):
+        # The product of `_InBlocks`, which also ignores autocast.
         out_BO = w_IO.new_empty(BLOCK, shape[1])
         torch.mm(x_BI[places_B], w_IO, out=out_BO)
-        found_BO[places_B] = out_BO
-        if not torch.equal(found_BO, found_NBO[0]):
+        result_BO[places_B] = out_BO
+        if not torch.equal(result_BO, result_NBO[0]):
             raise ValueError(
-                f"batch_invariant=True does not fit products of [{BLOCK}, {shape[0]}] by "
-                f"{tuple(shape)} in {dtype} on this {device.type}, whose library sums rows of a "
-                "block in different orders: must be all alike; use another dtype or width")
+                f"batch_invariant=True cannot be used for products of [{BLOCK}, {shape[0]}] by "
+                f"{tuple(shape)} in {dtype} on this {device.type}, because its library sums the "
+                "rows of a block in different orders. Use another dtype or width.")
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
-    """x w, [R, O], differentiable once; a row's bits depend on that row and w alone.
+    """Compute x w, [R, O], differentiable once; the bits of a row depend only on this row and w.
 
     Args:
-        x_RI: [R, I].
-        w_IO: [I, O], of the same floating-point dtype; under autocast both are cast.
+        x_RI: rows [R, I].
+        w_IO: weights [I, O] of the same floating-point dtype. Under autocast both operands are
+            cast.
     Raises:
-        ValueError: this machine's library computes rows of a block in different orders; under
-            torch.func and torch.export, which see no blocks.
+        ValueError: this machine's library computes the rows of a block in different orders, or
+            torch.func or torch.export transforms the call.
     """
     if transformed() or exporting():
-        raise ValueError("batch_invariant=True does not fit torch.func and torch.export: must be "
-                         "False under them; leave it out")
+        raise ValueError("batch_invariant=True cannot be used with torch.func and torch.export. "
+                         "Set it to False, or remove the setting.")
     if torch.is_autocast_enabled(x_RI.device.type) and x_RI.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x_RI.device.type)
         x_RI, w_IO = x_RI.to(dtype), w_IO.to(dtype)
@@ -103,45 +107,48 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """An elementwise function, computed in pieces of `PIECE` elements, the last one filled up."""
+    """Return an elementwise function that computes pieces of `PIECE` elements, padding the last
+    piece.
+    """
     def pieces(x: Tensor) -> Tensor:
         filled = F.pad(x.flatten(), (0, -x.numel() % PIECE))
         if not x.numel():
             return function(x)
-        return torch.cat([function(one) for one in filled.split(PIECE)])[:x.numel()].view_as(x)
+        return torch.cat([function(piece) for piece in filled.split(PIECE)])[:x.numel()].view_as(x)
 
     return pieces
 
 
 class ScoreInPieces(ScoreFunction):
-    """Another score function of each logit by itself, in pieces; or torch's softmax. Routing is
-    then computed step by step.
+    """Another score function, computed in pieces; routing then runs step by step.
+
+    A sigmoid is computed in pieces. The softmax is torch's softmax.
 
     Raises:
-        ValueError: a score function of one's own, which may read a whole row.
+        ValueError: the score function is user-defined, because it may read a whole row.
     """
 
     def __init__(self, score: ScoreFunction) -> None:
         self.is_softmax = isinstance(score, Softmax)
         if not isinstance(score, (Softmax, Sigmoid)):
             raise ValueError(
-                f"batch_invariant=True does not fit the scores of {type(score).__name__}: must be "
-                "softmax or sigmoid; change router.score")
+                f"batch_invariant=True cannot be used with the scores of {type(score).__name__}. "
+                "Set router.score to softmax or sigmoid.")
         self._scores = functools.partial(torch.softmax, dim=1) if self.is_softmax else (
             in_pieces(score.scores))
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """See `ScoreFunction.scores`."""
+        """Return the scores; see `ScoreFunction.scores`."""
         return self._scores(logits_TE)
 
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """A loop over experts whose products are in blocks. Shapes and dtypes: see `loop`."""
-    some = [product_in_blocks(rows, w) for rows, w in
+    """Loop over experts with products in blocks. Shapes and dtypes are those of `loop`."""
+    outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:
-        some = [rows + b.to(rows.dtype) for rows, b in zip(some, b_LO.unbind(0), strict=True)]
-    return torch.cat(some)
+        outputs = [rows + b.to(rows.dtype) for rows, b in zip(outputs, b_LO.unbind(0), strict=True)]
+    return torch.cat(outputs)
 
 
 strategies.register("blocks")(from_matmul(in_blocks, elementwise=in_pieces))

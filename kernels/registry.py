@@ -1,4 +1,4 @@
-"""The registry of operations: a torch implementation each, and faster ones for some devices."""
+"""The registry of operations: a torch implementation for each, and faster ones for some devices."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation: a torch reference, decent on CPU, and implementations for devices.
+    """An operation: a torch reference that is also reasonably fast on a CPU, and implementations
+    for devices.
 
-    `add(name, why_not)` registers an implementation; `why_not(*args)` returns None where it can
-    take these arguments, else the reason. A call uses the last added implementation that can.
+    `add(name, why_not)` registers an implementation. `why_not(*args)` returns None if the
+    implementation supports these arguments, and else the reason. A call uses the most recently
+    added implementation that supports its arguments.
 
     Attributes:
-        interpreted: implementations for GPUs run on the CPU, in Triton's interpreter.
+        interpreted: whether implementations for GPUs run on the CPU in Triton's interpreter.
     """
 
     interpreted = False
@@ -28,13 +30,14 @@ class Op:
         self._others_on_cpu = False
         self._implementations: dict[
             str, tuple[Callable[..., Any], Callable[..., str | None] | None]] = {
-                "torch": (reference, None)}  # None: it can take all
+                "torch": (reference, None)}  # None: supports all arguments
 
     def add(self, name: str, why_not: Callable[..., str | None],
             on_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator that registers another implementation.
+        """Return a decorator that registers another implementation.
 
-        on_cpu: it may take tensors on a CPU; False: only while `interpreted`.
+        on_cpu: whether the implementation may receive tensors on a CPU. False allows them only
+        while `interpreted` is set.
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +49,7 @@ class Op:
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """What is added inside is removed at the end."""
+        """Remove all implementations that were added inside this context when it ends."""
         before = dict(self._implementations), self._others_on_cpu
         try:
             yield
@@ -54,33 +57,37 @@ class Op:
             self._implementations, self._others_on_cpu = before
 
     def names(self) -> list[str]:
-        """Implementations, the reference first."""
+        """Return the names of all implementations, the reference first."""
         return list(self._implementations)
 
     def implementation(self, name: str) -> Callable[..., Any]:
-        """One implementation by name."""
+        """Return the implementation with this name."""
         if name not in self._implementations:
             raise ValueError(
-                f"kernel {self.name!r} has no implementation {name!r}; it has "
-                f"{', '.join(self.names())}"
+                f"The kernel {self.name!r} has no implementation {name!r}. Available "
+                f"implementations: {', '.join(self.names())}."
             )
         return self._implementations[name][0]
 
     def why_not(self, name: str, *args: Any) -> str | None:
-        """Why the implementation `name` cannot take these arguments; None where it can."""
+        """Return why the implementation `name` does not support these arguments, or None if it
+        does.
+        """
         self.implementation(name)
         why_not = self._implementations[name][1]
         return None if why_not is None else why_not(*args)
 
     def choose(self, *args: Any) -> str:
-        """Name of the implementation that these arguments get."""
+        """Return the name of the implementation that a call with these arguments uses."""
+        # The last candidate is the torch reference, which supports all arguments.
         for name, (_, why_not) in reversed(self._implementations.items()):
             if why_not is None or why_not(*args) is None:
                 break
         return name
 
     def __call__(self, *args: Any) -> Any:
-        # the first argument is a tensor, and all are on its device
+        # The first argument is a tensor on the device of all tensors. This shortcut skips all
+        # `why_not` checks for tensors on a CPU.
         if args[0].device.type == "cpu" and not (self._others_on_cpu or Op.interpreted):
             return self._reference(*args)
         return self._implementations[self.choose(*args)][0](*args)
@@ -90,13 +97,13 @@ kernels: Registry[Op] = Registry("kernel")
 
 
 def op(fn: Callable[..., Any]) -> Op:
-    """Decorator: make the torch reference `fn` an operation of its name."""
-    made = Op(fn.__name__, fn)
-    kernels.register(fn.__name__)(made)
-    return made
+    """Decorate a torch reference and register it as an operation with the function's name."""
+    operation = Op(fn.__name__, fn)
+    kernels.register(fn.__name__)(operation)
+    return operation
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64 inputs."""
-    # not `promote_types`, which costs as much as an operation
+    """Return the dtype of sums: float32, or float64 for float64 inputs."""
+    # `promote_types` would take as long as a whole operation.
     return dtype if dtype == torch.float64 else torch.float32

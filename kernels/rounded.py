@@ -1,8 +1,8 @@
-"""Products whose operands are rounded first: what fp8 and the block formats share.
+"""Products with operands that are rounded first: the code that fp8 and the block formats share.
 
-A format rounds rows and weights and multiplies them; `RoundedProducts` makes of it the operations
-of `expert_matmul` over rows. Weights are rounded once for the products of a forward pass, its
-recomputation and its backward pass, and not at each use (`RoundedWeights`).
+A format rounds rows and weights and multiplies them. `RoundedProducts` turns this into the
+operations of `expert_matmul` over rows. Weights are rounded once for the products of a forward
+pass, its recomputation and its backward pass, not at each use (`RoundedWeights`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moe_plugin.kernels.groups import RowGroups
 
 
 class RoundedWeight:
-    """A weight in a format, which the products take in the place of its tensor."""
+    """A weight in a format. Products accept it in place of a tensor."""
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """As of a tensor, axes 1 and 2 alone: what the product of backward takes."""
+        """Exchange axes 1 and 2, as backward products need. Other axes are not supported."""
         raise NotImplementedError
 
 
@@ -32,31 +32,37 @@ Weight = Tensor | RoundedWeight
 
 
 class RoundedProducts:
-    """The products over rows in one format; signatures as in `kernels.expert_matmul`."""
+    """The products over rows in one format. The signatures are those in `kernels.expert_matmul`."""
 
     def weight(self, w_LIO: Tensor, backward: bool) -> RoundedWeight:
-        """A weight, summed over I, in the format. backward: its transpose is wanted as well."""
+        """Round a weight for a product that sums over I.
+
+        backward: whether the transposed weight is also needed.
+        """
         raise NotImplementedError
 
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Any:
-        """Rows or tokens [., I] in the format."""
+        """Round rows or tokens [., I]."""
         raise NotImplementedError
 
     def grads(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Any:
-        """Gradients of rows or tokens in the format, as `rows`."""
+        """Round gradients of rows or tokens, like `rows`."""
         return self.rows(x, groups, token_R)
 
     def product(self, rows: Any, groups: RowGroups, weight: Any, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """rows w + b by group, [R, O] in `dtype`; both operands as made above."""
+        """Compute rows w + b by group, [R, O] in `dtype`, from operands that `rows` and `weight`
+        returned.
+        """
         raise NotImplementedError
 
     def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...] | None:
-        """rows^T grad rows by group for each gradient, [L, I, O] in x's dtype, of rounded operands.
+        """Compute rows^T grad rows by group from rounded operands, for each gradient, [L, I, O] in
+        x's dtype.
 
-        None: weight gradients come from unrounded operands.
+        The result is None if the format computes weight gradients from unrounded operands.
         """
         return None
 
@@ -68,30 +74,30 @@ class RoundedProducts:
 
     def plain(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
               token_R: Tensor | None, precision: str) -> Tensor:
-        """`expert_matmul` of rounded operands."""
+        """`expert_matmul` with rounded operands."""
         return self._times(self.rows(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
     def back(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
              token_R: Tensor | None, precision: str) -> Tensor:
-        """`expert_matmul` of rounded operands, of which x is a gradient."""
+        """`expert_matmul` with rounded operands, where x is a gradient."""
         return self._times(self.grads(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
     def sum(self, x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
             precision: str) -> Tensor:
-        """`expert_matmul_sum` of rounded operands."""
+        """`expert_matmul_sum` with rounded operands."""
         return self.back(x_RI, groups, w_LIO, None, None, precision).add_(
             self.back(y_RI, groups, v_LIO, None, None, precision))
 
     def act(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
             token_R: Tensor | None, activation: str, precision: str) -> tuple[Tensor, Tensor]:
-        """`expert_matmul_act` of rounded operands."""
+        """`expert_matmul_act` with rounded operands."""
         h_RF = self.plain(x, groups, w_LDF, b_LF, token_R, precision)
         return h_RF, ACTIVATIONS[activation].value(h_RF)
 
     def gated(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
               v_LDF: Weight, v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
               precision: str) -> tuple[Tensor, Tensor, Tensor]:
-        """`expert_matmul_gated` of rounded operands; the rows are rounded once."""
+        """`expert_matmul_gated` with rounded operands. The rows are rounded once."""
         rows = self.rows(x, groups, token_R)
         h_RF = self._times(rows, groups, w_LDF, b_LF, token_R, x.dtype)
         gate_RF = self._times(rows, groups, v_LDF, v_bias_LF, token_R, x.dtype)
@@ -101,21 +107,22 @@ class RoundedProducts:
                      gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
                      activation: str,
                      precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """`expert_matmul_act_backward` of rounded operands."""
+        """`expert_matmul_act_backward` with rounded operands."""
         u_RF = self.back(grad, groups, w_LFD.transpose(1, 2), None, token_R, precision)
         return back_through_activation(u_RF, h_RF, gate_RF, scale_R, activation)
 
 
 @dataclass
 class _Made:
-    """One rounded weight, and what it was made of; see `RoundedWeights`.
+    """One rounded weight, and the state of its parameter when it was rounded; see `RoundedWeights`.
 
     Attributes:
-        parameter: a reference to it.
-        version: its version counter.
-        address: of its memory.
-        dtype: in which it was rounded.
-        spent: whether a backward pass has used it.
+        weight: the rounded weight.
+        parameter: a weak reference to the parameter.
+        version: the parameter's version counter.
+        address: address of the parameter's memory.
+        dtype: dtype of the value that was rounded.
+        spent: whether a backward pass has used the weight.
     """
 
     weight: RoundedWeight
@@ -126,18 +133,20 @@ class _Made:
     spent: bool = False
 
     def still(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Whether it is that parameter's present value, for all that can be known."""
+        """Return whether the rounded weight still equals the parameter's value, as far as can be
+        determined.
+        """
         return (not self.spent and self.parameter() is parameter and self.dtype == dtype
                 and self.version == parameter._version and self.address == parameter.data_ptr())
 
 
 class RoundedWeights:
-    """The stored weights of one module in its format, by name, from the first use in a step on.
+    """The rounded weights of one module by name, from the first use in a step onwards.
 
-    A weight is rounded again when its version counter or its memory is another, and when a backward
-    pass has used it: then an optimizer may step, and those that keep a copy of the parameters, or
-    shards of them, write where no version is counted (`parameter.data`, Megatron's buffers, FSDP2's
-    all-gather).
+    A weight is rounded again if its version counter or its memory has changed, or after a backward
+    pass has used it. After a backward pass an optimizer may step. Optimizers that keep a copy or
+    shards of the parameters write without changing a version counter (`parameter.data`, Megatron's
+    buffers, FSDP2's all-gather).
     """
 
     def __init__(self) -> None:
@@ -145,19 +154,21 @@ class RoundedWeights:
 
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
-        """A parameter's value in the format; w_LIO: the value, perhaps cast."""
-        made = self._made.get(name)
-        if made is None or not made.still(parameter, w_LIO.dtype):
-            # also where no gradient is wanted now: a checkpoint's recomputation wants it later
+        """Return a parameter's value in the format. w_LIO: the value, possibly cast."""
+        rounded = self._made.get(name)
+        if rounded is None or not rounded.still(parameter, w_LIO.dtype):
+            # Always for backward, because the recomputation of a checkpoint reuses a weight that
+            # was rounded in a pass without gradients.
+            # The parameter is referenced weakly, so that this store does not keep it alive.
             weight = products.weight(w_LIO.detach(), backward=True)
-            made = self._made[name] = _Made(weight, weakref.ref(parameter), parameter._version,
+            rounded = self._made[name] = _Made(weight, weakref.ref(parameter), parameter._version,
                                             parameter.data_ptr(), w_LIO.dtype)
-        return made.weight
+        return rounded.weight
 
     def spent(self) -> None:
-        """A backward pass has used them."""
-        for made in self._made.values():
-            made.spent = True
+        """Note that a backward pass has used the weights."""
+        for rounded in self._made.values():
+            rounded.spent = True
 
 
 @dataclass(frozen=True)
@@ -165,15 +176,15 @@ class RoundedCall:
     """The rounded weights of one call, for its forward and its backward pass.
 
     Attributes:
-        weights: by field name of `FFNParameters`.
-        kept: where they were taken from; None: they are this call's alone.
+        weights: maps the field names of `FFNParameters` to rounded weights.
+        kept: the module's store of rounded weights. None if the weights belong to this call only.
     """
 
     weights: Mapping[str, RoundedWeight]
     kept: RoundedWeights | None
 
     def spent(self) -> None:
-        """This call's backward pass has run."""
+        """Note that this call's backward pass has run."""
         if self.kept is not None:
             self.kept.spent()
 
@@ -181,24 +192,24 @@ class RoundedCall:
 def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
                  parameters: Mapping[str, Tensor | None],
                  values: Mapping[str, Tensor | None]) -> RoundedCall:
-    """The weights of one call.
+    """Return the rounded weights of one call.
 
     Args:
-        products: of the format.
-        kept: of the module; None: nothing outlives the call.
-        parameters: by name, of which those that are `nn.Parameter` are looked up there.
-        values: by name, what is multiplied: the parameters, or casts of them.
+        products: the products of the format.
+        kept: the module's store of rounded weights. With None, no rounded weight outlives the call.
+        parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
+        values: the multiplied values by name: the parameters, or casts of them.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if capturing:  # a replay has other weights
+    if capturing:  # a replayed CUDA graph must round the weights of its own step
         kept = None
-    made = {}
+    weights = {}
     for name, w_LIO in values.items():
         if w_LIO is None:
             continue
         parameter = parameters[name]
         if kept is None or not isinstance(parameter, nn.Parameter):
-            made[name] = products.weight(w_LIO.detach(), backward=torch.is_grad_enabled())
+            weights[name] = products.weight(w_LIO.detach(), backward=torch.is_grad_enabled())
         else:
-            made[name] = kept.get(name, parameter, w_LIO, products)
-    return RoundedCall(made, kept)
+            weights[name] = kept.get(name, parameter, w_LIO, products)
+    return RoundedCall(weights, kept)

@@ -1,11 +1,14 @@
-"""Scores, the k best experts, their weights and all balance statistics in one pass over logits.
+"""Scores, the k best experts, their weights and all balance statistics in one pass over the logits.
 
-Reads only the logits [T, E], which exist anyway, and writes nothing of that size. Legend: T tokens,
-E experts, K choices; s = score(logits), a softmax or another `ScoreFunction`, p = s / sum_e s.
-logits_TE: float32 (float64). mask_T: bool, True = real token; None: all are. ids_TK, chosen_TK:
-int64. bias_E: float32, added to s for the choice alone. All others: in the logits' dtype.
+The pass reads only the logits [T, E], which exist anyway, and writes nothing of this size. Ties
+between equal scores go to the lower expert index.
 
-The k largest scores of each token, ties to the lower index.
+Notation: T tokens, E experts, K choices. s = score(logits) for a softmax or another
+`ScoreFunction`, and p = s / sum_e s.
+
+Shapes: logits_TE is float32 (float64). mask_T is bool with True for real tokens, or None if all
+tokens are real. ids_TK and chosen_TK are int64. bias_E is float32 and added to s for the choice
+only. All other tensors have the logits' dtype.
 """
 
 from __future__ import annotations
@@ -20,17 +23,20 @@ from moe_plugin.kernels.activations import wants_graph
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.scores import ADDED, SOFTMAX, ScoreFunction, divisor
 
-FEW = 8  # up to here k passes over the scores beat one sort
+FEW = 8  # largest k for which k passes over the scores are faster than one sort
 _LITTLE = 2e-7
-TINY = 512  # scores up to which launching operations takes longer than they do
+TINY = 512  # number of scores up to which launching an operation takes longer than its work
 
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Indices of the k largest scores in decreasing order, int64 [T, K]; ties to the lower index.
+    """Return the indices of the k largest scores, int64 [T, K], decreasing, ties to the lower
+    index.
 
-    scores_TE: floating point [T, E]. `torch.topk` does not promise which of two equal scores it
-    returns; `max` and a stable sort do (`argmax` does, too, and takes up to three times as long).
+    `torch.topk` does not define which of two equal scores it returns. `max` and a stable sort do.
+    `argmax` does, too, but takes up to three times as long.
+
+    scores_TE: floating point [T, E].
     """
     if _sorts(scores_TE, k):
         return torch.argsort(scores_TE, dim=1, descending=True, stable=True)[:, :k].contiguous()
@@ -43,8 +49,10 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(indices as of `top_k_stable`, their scores [T, K]), differentiable in the scores."""
-    # where a gradient is wanted a recomputation keeps as much by `gather`, with choices given
+    """Return the indices of `top_k_stable` and their scores [T, K], differentiable in the scores.
+    """
+    # If a gradient is needed, `gather` is used, so that a first pass saves the same tensors as a
+    # recomputation with given choices.
     if not scores_TE.requires_grad and _sorts(scores_TE, k) and not torch.compiler.is_compiling():
         sorted_TE, order_TE = torch.sort(scores_TE, dim=1, descending=True, stable=True)
         return order_TE[:, :k].contiguous(), sorted_TE[:, :k]
@@ -53,21 +61,25 @@ def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorts(scores_TE: Tensor, k: int) -> bool:
-    # under torch.compile a limit would be a guard on the number of tokens
+    # Under torch.compile the comparison would become a guard on the number of tokens.
     tiny = not torch.compiler.is_compiling() and scores_TE.numel() <= TINY
     return k > FEW or scores_TE.shape[0] == 0 or tiny
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Experts of each token's groups, bool [T, E]; groups_TG: int64, any number of groups."""
+    """Return which experts belong to each token's groups, bool [T, E].
+
+    groups_TG: int64, any number of groups per token.
+    """
     chosen_TG = torch.zeros(groups_TG.shape[0], groups, dtype=torch.bool, device=groups_TG.device)
     return chosen_TG.scatter_(1, groups_TG, True).repeat_interleave(experts // groups, dim=1)
 
 
 def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tensor:
-    """The scores of the `take` best groups of consecutive experts; -inf elsewhere, [T, E].
+    """Return the scores of the `take` best groups of consecutive experts, and -inf elsewhere, [T,
+    E].
 
-    best: a group's score is the sum of so many of its largest scores. Ties go to the lower index.
+    best: number of largest scores that add up to the score of a group. Ties go to the lower index.
     """
     tokens, experts = scores_TE.shape
     scores_TGP = scores_TE.view(tokens, groups, experts // groups)
@@ -83,12 +95,12 @@ class Rule:
 
     Attributes:
         k: choices per token.
-        normalize: weights are divided by their sum over the choices, that is, by
-            max(sum + add, least).
-        score: what makes scores of logits.
-        groups: equal groups of consecutive experts, of which `take` may be chosen from, those with
-            the largest sum of their `best` largest scores; 0: any expert may be chosen.
-        z: whether z (and lse) is wanted.
+        normalize: whether weights are divided by max(sum over the choices + add, least).
+        score: the function that turns logits into scores.
+        groups: number of equal groups of consecutive experts. Only experts of the `take` groups
+            with the largest sum of their `best` largest scores may be chosen. With 0 any expert may
+            be chosen.
+        z: whether z (and lse) must be computed.
     """
 
     k: int
@@ -104,7 +116,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Routed:
-    """See `route_top_k`; weights, importance and z are differentiable."""
+    """The results of `route_top_k`. Weights, importance and z are differentiable."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -115,7 +127,7 @@ class Routed:
 
 def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
                    chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
-    """What `route` computes, step by step, by torch's autograd: its reference.
+    """Compute the same as `route` in single steps with torch's autograd: the reference of `route`.
 
     s_TE, p_TE: scores of the logits, and their shares.
     """
@@ -133,6 +145,7 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
         total_T1 = weights_TK.sum(1, keepdim=True)
         weights_TK = weights_TK / (
             total_T1 if sure else divisor(total_T1, rule.add, rule.least))
+    # The entropy is only reported, so it has no gradient. The clamp makes 0 log 0 count as 0.
     detached_TE = p_TE.detach()
     log_TE = detached_TE * detached_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()
     lse_T = torch.logsumexp(logits_TE, 1) if rule.z else None
@@ -140,6 +153,8 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
         importance_E, p_log_p = p_TE.sum(0), log_TE.sum()
         z = None if lse_T is None else torch.dot(lse_T, lse_T)
     else:
+        # Products with the mask, because selecting the real tokens would give a shape that depends
+        # on data.
         real_T = mask_T.to(p_TE.dtype)
         importance_E, p_log_p = real_T @ p_TE, real_T @ log_TE.sum(1)
         z = None if lse_T is None else real_T @ lse_T.square()
@@ -147,7 +162,7 @@ def _steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None,
 
 
 def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-    """(ids, their s)."""
+    """Return the chosen experts and their scores s."""
     if bias_E is None and not rule.groups:
         return best_scores(s_TE, rule.k)
     left_TE = s_TE if bias_E is None else s_TE + bias_E.to(s_TE.dtype)
@@ -160,12 +175,12 @@ def _choose(s_TE: Tensor, bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, Te
 @op
 def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
-    """(ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
+    """Return (ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
 
-    ids: the k largest s + bias, ties to the lower index, or `chosen_TK` where given. weights: their
-    s, divided by their sum with `Rule.normalize`. lse: logsumexp of the logits. importance_e =
-    sum_t p(t, e), z = sum_t lse(t)^2, p_log_p = sum_te p log p, each over real tokens. lse and z
-    may be None where `Rule.z` is false.
+    ids are the k largest s + bias, ties to the lower index, or `chosen_TK` if given. weights are
+    the scores s of these experts, divided by their sum with `Rule.normalize`. lse is the logsumexp
+    of the logits. importance_e = sum_t p(t, e), z = sum_t lse(t)^2, and p_log_p = sum_te p log p,
+    each over real tokens. lse and z may be None if `Rule.z` is False.
     """
     s_TE = rule.score.scores(logits_TE)
     return _steps(logits_TE, s_TE, rule.score.shares(s_TE), mask_T, rule, chosen_TK, bias_E,
@@ -173,7 +188,7 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
 
 
 def _sure(chosen_TK: Tensor | None, bias_E: Tensor | None, rule: Rule) -> bool:
-    # the largest of a softmax sum to 1 / E at least, to which so little adds nothing
+    # The largest values of a softmax sum to at least 1 / E, so the additions have no effect.
     little = rule.add <= ADDED and rule.least <= _LITTLE
     return (chosen_TK is None and bias_E is None and rule.score.is_softmax and not rule.groups
             and little)
@@ -184,16 +199,18 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          weights_TK: Tensor, lse_T: Tensor | None, grad_weights_TK: Tensor | None,
                          grad_importance_E: Tensor | None, grad_z: Tensor | None,
                          rule: Rule, sure: bool) -> Tensor:
-    """Gradient of the logits, [T, E], in one pass; a gradient of None counts as zeros.
+    """Compute the gradient of the logits, [T, E], in one pass; a gradient of None counts as zeros.
 
-    For weights w of chosen scores s with gradient g: normalised, log s of a choice gets
-    w (g - <g, w>); not normalised, w g in place of it, of which a softmax takes s times the sum
-    from all logits. Importance: log s gets p (G - <p, G>). The score function's slope makes
-    gradients of logits of those of log s. z: 2 lse softmax(logits) grad_z.
+    Let w be the weights of chosen scores s, with gradient g. With normalisation, log s of a choice
+    gets the gradient w (g - <g, w>); without normalisation it gets w g. Without normalisation, a
+    softmax also subtracts s times the sum of w g from all logits. For the importance with gradient
+    G, log s gets p (G - <p, G>). The slope of the score function turns gradients of log s into
+    gradients of logits. z adds 2 lse softmax(logits) grad_z.
 
     Args:
-        lse_T: not read without grad_z.
-        sure: the chosen scores of a token sum to so much that normalisation divided by their sum.
+        lse_T: logsumexp of the logits. Not read without grad_z.
+        sure: whether the sum of a token's chosen scores is so large that normalisation divided by
+            exactly this sum.
     """
     s_TE = rule.score.scores(logits_TE)
     if grad_importance_E is None:
@@ -225,7 +242,9 @@ def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rul
 
 def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: Tensor, rule: Rule,
                      sure: bool) -> tuple[Tensor, Tensor | None]:
-    """(gradient of the chosen logits [T, K], what all logits give up over their s [T, 1])."""
+    """Return (gradient of the chosen logits [T, K], the multiple of s subtracted from all logits
+    [T, 1]).
+    """
     pull_TK = weights_TK * grad_TK
     total_T1 = outside_T1 = pull_TK.sum(1, keepdim=True)
     if not rule.normalize:
@@ -235,10 +254,10 @@ def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: 
     else:
         chosen_TK = s_TE.gather(1, ids_TK)
         raised_T1 = chosen_TK.sum(1, keepdim=True) + rule.add
-        # a sum that was raised to `least` is a constant
+        # A sum that was raised to `least` is a constant and has no gradient.
         fixed_T1 = raised_T1 < rule.least
         pull_TK.addcmul_(weights_TK, total_T1.masked_fill(fixed_T1, 0), value=-1)
-        # the part of the divisor that no score has
+        # the fraction of the divisor that does not depend on the scores
         outside_T1 = total_T1 * torch.where(fixed_T1, 1.0, rule.add / raised_T1)
     return rule.score.slope_(pull_TK, chosen_TK), outside_T1 if rule.score.is_softmax else None
 
@@ -249,7 +268,7 @@ class _Route(torch.autograd.Function):
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
         ids_TK, weights_TK, lse_T, importance_E, z, p_log_p = route_top_k(
             logits_TE, mask_T, chosen_TK, bias_E, rule)
-        if ids_TK is chosen_TK:
+        if ids_TK is chosen_TK:  # autograd does not allow to return an input as a new output
             ids_TK = ids_TK.clone()
         ctx.rule, ctx.sure = rule, _sure(chosen_TK, bias_E, rule)
         ctx.set_materialize_grads(False)
@@ -259,18 +278,20 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _ids: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        made = grads[:3]
-        if all(g is None for g in made):
+        grads_of_outputs = grads[:3]
+        if all(g is None for g in grads_of_outputs):
             return None, None, None, None, None
         if wants_graph():
-            return _grad_with_graph(ctx, made), None, None, None, None
-        made = tuple(None if g is None else g.contiguous() for g in made)
-        grad_TE = route_top_k_backward(*ctx.saved_tensors, *made, ctx.rule, ctx.sure)
+            return _grad_with_graph(ctx, grads_of_outputs), None, None, None, None
+        grads_of_outputs = tuple(None if g is None else g.contiguous() for g in grads_of_outputs)
+        grad_TE = route_top_k_backward(*ctx.saved_tensors, *grads_of_outputs, ctx.rule, ctx.sure)
         return grad_TE, None, None, None, None
 
 
 def _grad_with_graph(ctx: Any, grads: tuple[Tensor | None, ...]) -> Tensor:
     logits_TE, mask_T, ids_TK, _, _ = ctx.saved_tensors
+    # The kernel's backward cannot be differentiated, so torch's operations compute the forward pass
+    # again.
     _, weights_TK, _, importance_E, z, _ = route_top_k.implementation("torch")(
         logits_TE, mask_T, ids_TK, None, ctx.rule)
     outputs, given = zip(*((out, g) for out, g in zip((weights_TK, importance_E, z), grads,
@@ -280,12 +301,13 @@ def _grad_with_graph(ctx: Any, grads: tuple[Tensor | None, ...]) -> Tensor:
 
 def route(logits_TE: Tensor, mask_T: Tensor | None, rule: Rule, chosen_TK: Tensor | None = None,
           bias_E: Tensor | None = None) -> Routed:
-    """Differentiable `route_top_k`.
+    """Compute `route_top_k`, differentiable.
 
     Args:
-        logits_TE: [T, E].
-        mask_T: bool [T].
-        chosen_TK: int64 [T, K], or None: by the rule.
-        bias_E: [E].
+        logits_TE: logits [T, E].
+        mask_T: bool [T], True for real tokens, or None.
+        rule: how experts are chosen and weighed.
+        chosen_TK: given choices, int64 [T, K], or None to choose by the rule.
+        bias_E: bias [E] added to the scores for the choice only, or None.
     """
     return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, bias_E, rule))

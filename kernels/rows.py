@@ -1,15 +1,15 @@
-"""Tokens into rows and rows into tokens: the two copies of every dispatcher, with gradients.
+"""Copies of tokens into rows and rows into tokens, which every dispatcher uses, with gradients.
 
-Legend: T tokens, K choices, R rows, D width. x, rows, grad: one floating-point dtype. weights_TK:
-float32 (float64). source_R: int64, the choice t*K + j that row r holds, -1: an empty slot.
-position_TK: int64, the inverse: the row that holds a choice, -1: none. Each row holds one choice,
-each choice is in at most one row.
+Notation: T tokens, K choices, R rows, D width. x, rows and grad have one floating-point dtype.
+weights_TK is float32 (float64). source_R is int64 and contains the choice t*K + j in row r, or -1
+for an empty slot. position_TK is int64 and contains the inverse: the row of a choice, or -1 for no
+row. Each row contains one choice, and each choice is in at most one row.
 
-`complete`: every choice has a row and every row a choice, so that source_R and position_TK hold no
--1; where the caller knows it, nothing is read or computed to find out.
+With `complete`, every choice has a row and every row a choice, so that source_R and position_TK
+contain no -1. If the caller knows this, no work is done to handle -1.
 
-A row that holds NaN or infinity reaches no other token: nothing of another token is multiplied by
-0.
+NaN or infinity in a row never reaches another token, because values of other tokens are never
+multiplied by 0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.registry import accumulate_dtype, op
 from moe_plugin.kernels.workspace import scratch
 
-_SUM = 0  # mode of torch.embedding_bag
+_SUM = 0  # the mode "sum" of torch.embedding_bag
 
 
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """rows[r] = weight(source r) * x[source r // K], [R, D] in x's dtype; 0 for an empty slot."""
+    """Compute rows[r] = weight(source r) * x[source r // K], [R, D] in x's dtype; 0 for an empty
+    slot.
+    """
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -45,10 +47,10 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
 @op
 def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
              complete: bool = False) -> Tensor:
-    """y[t] = sum_j weight(t, j) * rows[position(t, j)], [T, D] in the rows' dtype.
+    """Compute y[t] = sum_j weight(t, j) * rows[position(t, j)], [T, D] in the rows' dtype.
 
-    Choices without a row count nothing. Summed in float32 (float64) in choice order, so the result
-    is the same every time.
+    Choices without a row add nothing. The sum runs in float32 (float64) in the order of choices, so
+    the result is always the same.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     tokens = position_TK.shape[0]
@@ -58,6 +60,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
     if rows_RD.device.type == "cpu":
         y_TD = sum_bags(rows_RD, *bags(index_TK, scale_TK, rows_RD.dtype))
     else:
+        # One choice after the other gives the sum a fixed order, which `index_add_` lacks on a GPU.
         y_TD = torch.zeros(tokens, rows_RD.shape[1], dtype=dtype, device=rows_RD.device)
         for j, index_T in enumerate(index_TK.unbind(1)):
             rows_TD = rows_RD.index_select(0, index_T)
@@ -68,11 +71,12 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 def bags(index_BK: Tensor, scale_BK: Tensor | None,
          dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """What `sum_bags` takes for rows of `dtype`: (index, scale), [B, K] or [B, 2 K].
+    """Return the arguments of `sum_bags` for rows of `dtype`: (index, scale), [B, K] or [B, 2 K].
 
-    bfloat16 rows are multiplied by bfloat16 factors alone, so that a float32 factor goes in as two
-    whose sum is off by at most 2^-17 of it: the row is in the cache when it is read again, while a
-    copy of all rows in float32 goes through memory twice. A bfloat16 factor goes in as it is.
+    bfloat16 rows can only be multiplied by bfloat16 factors. A float32 factor is therefore split
+    into two bfloat16 factors with a sum that is off by at most 2^-17. Each row is then read twice,
+    the second time from the cache, whereas a float32 copy of all rows would pass through memory
+    twice. A bfloat16 factor is not split.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -82,15 +86,17 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 
 
 def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
-    """out[b] = sum_j scale[b, j] * x[index[b, j]] on a CPU, [B, D] in x's dtype.
+    """Compute out[b] = sum_j scale[b, j] * x[index[b, j]] on a CPU, [B, D] in x's dtype.
 
-    index_BK, scale_BK: as of `bags`; int64 without -1. Summed in float32 (float64), rounded once.
+    The sum is computed in float32 (float64) and rounded once.
+
+    index_BK, scale_BK: the results of `bags`; int64 without -1.
     """
     dtype = x_ND.dtype
     if scale_BK is not None:
         x_ND = x_ND.to(scale_BK.dtype)
     start_B = torch.arange(0, index_BK.numel(), index_BK.shape[1], device=index_BK.device)
-    # as F.embedding_bag calls it, whose checks take longer than a short sum
+    # The checks of F.embedding_bag would take longer than a short sum.
     summed = torch.embedding_bag(x_ND, index_BK.reshape(-1), start_B, False, _SUM, False,
                                  None if scale_BK is None else scale_BK.reshape(-1))
     return summed[0].to(dtype)
@@ -98,39 +104,43 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(row that each choice reads, its weight, bool [T] which tokens have no row); None: all 1, no
-    token.
+    """Return the row that each choice reads, its weight, and which tokens have no row (bool [T]).
 
-    An absent choice reads a row of its own token 0 times, because another's may hold NaN.
+    None as weight means 1 for all choices, and None as third result means that every token has a
+    row. A choice without a row reads another row of the same token with weight 0, because a row of
+    another token may contain NaN.
     """
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
     if complete:
         return position_TK, weights_TK, None
-    here_TK = position_TK >= 0
-    if _on_host(position_TK) and bool(here_TK.all()):
+    has_row_TK = position_TK >= 0
+    if _on_host(position_TK) and bool(has_row_TK.all()):
         return position_TK, weights_TK, None
-    own_T1 = position_TK.amax(1, keepdim=True)
-    index_TK = torch.where(here_TK, position_TK, own_T1).clamp_(min=0)
-    scale_TK = here_TK.to(dtype) if weights_TK is None else weights_TK * here_TK
-    return index_TK, scale_TK, own_T1[:, 0] < 0
+    # Any row of the token will do; the maximum is -1 only if the token has no row.
+    any_row_T1 = position_TK.amax(1, keepdim=True)
+    index_TK = torch.where(has_row_TK, position_TK, any_row_T1).clamp_(min=0)
+    scale_TK = has_row_TK.to(dtype) if weights_TK is None else weights_TK * has_row_TK
+    return index_TK, scale_TK, any_row_T1[:, 0] < 0
 
 
 def _clear(rows_RD: Tensor, empty_R: Tensor) -> Tensor:
-    """The rows, zero where `empty_R` (bool [R]); in place."""
+    """Set the rows with `empty_R` (bool [R]) to zero, in place."""
     if _on_host(empty_R):
         return rows_RD.index_fill_(0, empty_R.nonzero()[:, 0], 0)  # touches only these rows
     return rows_RD.masked_fill_(empty_R[:, None], 0)
 
 
 def _on_host(index: Tensor) -> bool:
-    # values can be looked at without waiting for a device or breaking a graph
+    # The values can be read without waiting for a device or breaking a compiler's graph.
     return index.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """dw[t, j] = <grad[t], rows[position(t, j)]>, float32 (float64) [T, K]; 0 without a row."""
+    """Compute dw[t, j] = <grad[t], rows[position(t, j)]>, float32 (float64) [T, K]; 0 without a
+    row.
+    """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
@@ -147,7 +157,10 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 
 
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
-    """`dot_rows` on a CPU, of one dtype: the gradient of a bag's factors; -1 gives 0 there."""
+    """Compute `dot_rows` on a CPU for operands of one dtype.
+
+    This is the gradient of the factors of an embedding bag, which gives 0 for index -1.
+    """
     choices = position_TK.shape[1]
     choice_N = torch.arange(position_TK.numel(), device=position_TK.device)
     token_N = torch.div(choice_N, max(1, choices), rounding_mode="floor")
@@ -158,11 +171,13 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
 
 def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
-    """`dot_rows` on a CPU, of 16 bits: converted to `dtype` some tokens at a time, as `widened`
-    does it.
+    """Compute `dot_rows` on a CPU for 16-bit operands, converted to `dtype` some tokens at a time.
+
+    The pieces are small for the reason given in `widened`.
     """
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
+    # Choices without a row read row 0; their results are set to 0 at the end.
     index_C = position_TK.clamp(min=0).reshape(-1)
     size = min(tokens, max(1, products.PIECE_BYTES // max(1, choices * width * dtype.itemsize)))
     narrow_CD = scratch("rows to dot", (size * choices, width), rows_RD)
@@ -230,7 +245,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Weigh(torch.autograd.Function):
-    """The adjoint of `_Combine` in its rows, with the weights' own gradient."""
+    """The adjoint of `_Combine` in its rows, with the gradient of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, source_R: Tensor,
@@ -264,12 +279,14 @@ class _Permute(torch.autograd.Function):
 
 @op
 def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
-    """Sums over c of values[c, index], of index's shape, in the values' dtype; 0 where it is -1.
+    """Sum values[c, index] over c, in index's shape and the values' dtype; 0 for index -1.
+
+    With this operation numbers move from choices to rows (`RowPlan.source_R`) and back
+    (`position_TK`).
 
     Args:
-        values_CN: [C, N], summed in order.
-        index: int64. With it numbers go from choices to rows (`RowPlan.source_R`) and back
-            (`position_TK`).
+        values_CN: values [C, N], summed in order.
+        index: int64 of any shape, or -1.
     """
     if values_CN.shape[1] == 0:
         return values_CN.new_zeros(index.shape)
@@ -277,14 +294,14 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Values of choices by row, [R] in their dtype; 0 for an empty slot."""
+    """Return the values of choices by row, [R] in their dtype; 0 for an empty slot."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Values of rows by choice, [T, K] in their dtype; 0 where there is no row."""
+    """Return the values of rows by choice, [T, K] in their dtype; 0 for a choice without a row."""
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:
@@ -294,7 +311,8 @@ def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) ->
 
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `_Combine.backward`, in operations that autograd can differentiate."""
+    """Compute the same as `_Combine.backward`, in operations that autograd can differentiate."""
+    # The products with 0 keep the results in the graph.
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
     scale_R = at_rows(weights_TK, source_R)
@@ -304,7 +322,7 @@ def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, sou
 
 
 def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
-    """`dot_rows`, in operations that autograd can differentiate."""
+    """Compute `dot_rows` in operations that autograd can differentiate."""
     if rows_RD.shape[0] == 0:
         return grad_TD.new_zeros(position_TK.shape)
     dots_TK = (rows_RD[position_TK.clamp(min=0)] * grad_TD[:, None]).sum(-1)
@@ -312,7 +330,7 @@ def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
 
 
 def _plain_rows(x_TD: Tensor, source_R: Tensor, top_k: int) -> Tensor:
-    """`take_rows` without weights, in operations that `torch.func` can differentiate."""
+    """Compute `take_rows` without weights, in operations that `torch.func` can differentiate."""
     if x_TD.shape[0] == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     token_R = torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor")
@@ -320,7 +338,7 @@ def _plain_rows(x_TD: Tensor, source_R: Tensor, top_k: int) -> Tensor:
 
 
 def _plain_sums(rows_RD: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
-    """`sum_rows`, in operations that `torch.func` can differentiate."""
+    """Compute `sum_rows` in operations that `torch.func` can differentiate."""
     if rows_RD.shape[0] == 0:
         return rows_RD.new_zeros(position_TK.shape[0], rows_RD.shape[1])
     dtype = accumulate_dtype(rows_RD.dtype)
@@ -333,9 +351,9 @@ def _plain_sums(rows_RD: Tensor, weights_TK: Tensor | None, position_TK: Tensor)
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
                 complete: bool = False) -> Tensor:
-    """Differentiable: tokens [T, D] into rows [R, D] (Tutel's encode).
+    """Gather tokens [T, D] into rows [R, D], differentiable (Tutel's encode).
 
-    The gradient sums each token's rows in choice order.
+    The gradient sums each token's rows in the order of choices.
     """
     if transformed():
         return _plain_rows(x_TD, source_R, position_TK.shape[1])
@@ -343,10 +361,10 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
 
 
 def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Differentiable: tokens [T, D], each times the weight of a choice, into rows [R, D] (Tutel's
-    encode with gates).
+    """Gather tokens [T, D], times the weight of each choice, into rows [R, D], differentiable.
 
-    The gradient of the tokens is a weighted sum of rows, the weights' a row dot.
+    This is Tutel's encode with gates. The gradient of the tokens is a weighted sum of rows, and the
+    gradient of the weights is a row dot.
     """
     if transformed():
         rows_RD = _plain_rows(x_TD, source_R, position_TK.shape[1])
@@ -356,9 +374,9 @@ def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: 
 
 def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
                  position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Differentiable: weighted sums of rows [R, D] into tokens [T, D] (Tutel's decode).
+    """Compute weighted sums of rows [R, D] into tokens [T, D], differentiable (Tutel's decode).
 
-    weights_TK: None: all are 1. Their gradient is a row dot.
+    weights_TK: weights of the choices, or None for weights of 1. Their gradient is a row dot.
     """
     if transformed():
         return _plain_sums(rows_RD, weights_TK, position_TK)
@@ -368,7 +386,7 @@ def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
 
 
 def permute_rows(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Differentiable: rows[order], [R, D]; the gradient is grad[inverse], without a scatter.
+    """Return rows[order], [R, D], differentiable; the gradient is grad[inverse], without a scatter.
 
     order_R, inverse_R: int64 [R], inverse permutations of each other.
     """

@@ -1,4 +1,6 @@
-"""What autograd saves for backward: rows kept elsewhere, and values computed again."""
+"""Control over the tensors that autograd saves for backward: rows stored elsewhere, and values that
+are computed again.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,24 @@ Function = Callable[..., Tensor]
 
 
 def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) -> Tensor:
-    """`consume(produce(*inputs))`, for which autograd keeps the inputs and not what is between.
+    """Compute `consume(produce(*inputs))`, saving only the inputs for backward.
 
-    In backward `produce` runs once more, when `consume` first asks for its value. Under
-    torch.compile, which decides itself what it keeps, the plain call.
+    In backward `produce` runs again when `consume` first needs its value. Under torch.compile,
+    which decides itself what to save, this is a plain call.
 
     Args:
-        consume: one tensor to the result, e.g. a matmul. What it saves of its argument (views of it
-            also) is dropped; a cast of it is not.
-        produce: cheap and without random numbers; it returns new memory.
+        consume: maps one tensor to the result, for example a matmul. Tensors that `consume` saves
+            of its argument, including views, are dropped. A cast of the argument is not dropped.
+        produce: a cheap function without random numbers that returns new memory.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
         return consume(produce(*inputs))
     value = _Produce.apply(produce, *inputs)
     node = value.grad_fn
-    if node is None:  # nothing that it is made of needs a gradient
+    if node is None:  # no input needs a gradient
         return consume(value)
-    # the hooks live as long as what they pack: they name the value and its node, and do not hold
-    # the value
+    # The hooks live as long as the packed tensors. They must identify the value without a reference
+    # to it, or its memory would not be freed.
     storage, dtype = value.untyped_storage()._cdata, value.dtype
 
     def pack(saved: Tensor) -> Any:
@@ -51,7 +53,7 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
-    """(value with a graph, its inputs), made once for a backward pass."""
+    """Return the value with a graph, and its inputs, computed once per backward pass."""
     if node.made is None:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]
         with torch.enable_grad():
@@ -60,7 +62,7 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """`produce(*inputs)`; backward differentiates its second run."""
+    """`produce(*inputs)`, where backward differentiates the second run of `produce`."""
 
     @staticmethod
     def forward(ctx: Any, produce: Function, *inputs: Tensor) -> Tensor:
@@ -82,24 +84,26 @@ class _Produce(torch.autograd.Function):
 
 
 class KeptRows(Protocol):
-    """Rows that backward needs, kept outside of autograd."""
+    """Rows that backward needs, stored outside of autograd."""
 
     def rows(self) -> Tensor:
-        """They, [R, width], in a buffer as long as before; filler may have any values."""
+        """Return the rows [R, width], in a buffer of the original length. Filler may have any
+        values.
+        """
 
 
-Keep = Callable[[Tensor, Tensor], KeptRows]  # rows [R, width], int64 [L] rows of each expert
+Keep = Callable[[Tensor, Tensor], KeptRows]  # (rows [R, width], rows per expert int64 [L])
 
 
 class _Buffer:
-    """One kept buffer, from which several saved tensors are views."""
+    """One stored buffer, with several saved tensors as views."""
 
     def __init__(self, kept: KeptRows) -> None:
         self._kept = kept
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def rows(self) -> Tensor:
-        """[R, width]; the same tensor as long as someone has it."""
+        """Return the rows [R, width], the same tensor as long as any reference to it exists."""
         again = self._again()
         if again is None:
             with torch.no_grad():
@@ -110,7 +114,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor as a part of a buffer."""
+    """A saved tensor described as a part of a buffer."""
 
     buffer: _Buffer
     size: tuple[int, ...]
@@ -118,28 +122,28 @@ class _View:
     offset: int
 
     def tensor(self) -> Tensor:
-        """The saved tensor again."""
+        """Return the saved tensor."""
         return self.buffer.rows().as_strided(self.size, self.stride, self.offset)
 
 
 class _Packer:
-    """Decides what of autograd's saved tensors is rows, and keeps each buffer once."""
+    """Decides which of autograd's saved tensors are rows, and stores each buffer once."""
 
     def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,
                  widths: Collection[int], others: Collection[int]) -> None:
         self.keep, self.rows, self.widths, self.others = keep, x_RD.shape[0], widths, others
-        # of the input's memory, which may be a part of more, this part is rows
+        # The input may be a part of a larger storage; only this part contains rows.
         self.input = x_RD.untyped_storage()._cdata, x_RD.storage_offset(), x_RD.shape[1]
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Buffer]]] = {}
 
     def pack(self, saved: Tensor) -> Any:
-        """A `_View` of what is kept, or the tensor itself."""
+        """Return a `_View` if the tensor's rows are stored elsewhere, else the tensor itself."""
         part = self._part(saved)
         if part is None:
             return saved
         start, width = part
         storage = saved.untyped_storage()
-        # the weak reference also keeps another storage from getting the same address
+        # The weak reference also prevents that a new storage gets the address of a freed one.
         _, known = self._known.get(storage._cdata, (None, lambda: None))
         buffer = known()
         if buffer is None:
@@ -150,7 +154,7 @@ class _Packer:
         return _View(buffer, tuple(saved.size()), saved.stride(), saved.storage_offset() - start)
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
-        """(first element, width) of the rows of which a tensor is a view; None: of none."""
+        """Return (first element, width) of the rows that a tensor is a view of, or None."""
         storage = saved.untyped_storage()
         if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
             return None
@@ -171,12 +175,13 @@ def _unpack(packed: Any) -> Tensor:
 @contextlib.contextmanager
 def rows_kept(keep: Callable[[Tensor], KeptRows], x_RD: Tensor, widths: Collection[int],
               others: Collection[Tensor | None]) -> Iterator[None]:
-    """Of what autograd saves inside, `keep` keeps the rows.
+    """Store the rows that autograd saves inside this context with `keep`.
 
-    Rows are x_RD [R, D], contiguous, and all else that is R times one of `widths` long: every
-    tensor of that size which is made inside must have a row of x in each of its rows, in order.
+    The rows are x_RD [R, D], contiguous, and every other tensor with R times one of `widths`
+    elements. Each tensor of this size that is created inside the context must contain the data of
+    row r of x in its row r.
 
-    others: tensors that are none, whatever their size: weights.
+    others: tensors that are not rows whatever their size, such as weights.
     """
     packer = _Packer(keep, x_RD, widths,
                      {t.untyped_storage()._cdata for t in others if t is not None})

@@ -1,6 +1,7 @@
-"""Scores of experts: logits in float32 from tokens in fewer bits, and the functions, by name, that
-make scores of them. A function is one class, with its formula, its gradient, and which kernels
-compute it.
+"""Scores of experts: logits in float32 from tokens with fewer bits, and score functions by name.
+
+A score function is one class with its formula, its gradient, and the list of kernels that implement
+it.
 """
 
 from __future__ import annotations
@@ -17,36 +18,39 @@ from moe_plugin.kernels.cpu.products import PARTS, widened
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.utils.registry import Registry
 
-ADDED = 1e-20  # to a sum of scores before it divides them, as in Megatron and DeepSeek-V3
-_FEW = 16  # 32-bit numbers in a register of AVX-512
-_MANY = 64  # tokens whose scores take longer than the launch of four operations
+ADDED = 1e-20  # added to a sum of scores before dividing by it, as in Megatron and DeepSeek-V3
+_FEW = 16  # number of 32-bit values in an AVX-512 register
+_MANY = 64  # tokens from which the work takes longer than launching four operations
 
 
 class ScoreFunction:
-    """Base of score functions; `scores` alone is enough for one.
+    """Base class of score functions. A subclass must define `scores`; everything else is optional.
 
     Attributes:
-        kernels: implementations of `kernels.router.route_top_k` that compute it: "torch" needs
-            `slope_`, "triton" a branch in `gpu/router.py`; none: routing is computed step by step.
-        is_softmax: scores of a token sum to 1, and each logit pulls on the scores of all experts.
+        kernels: implementations of `kernels.router.route_top_k` that compute this function. "torch"
+            requires `slope_`, and "triton" a branch in `gpu/router.py`. If empty, routing is
+            computed in single steps.
+        is_softmax: whether the scores of a token sum to 1 and each logit influences the scores of
+            all experts.
     """
 
     kernels: frozenset[str] = frozenset()
     is_softmax: bool = False
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Scores [T, E] >= 0, differentiable."""
+        """Return the scores [T, E] >= 0, differentiable."""
         raise NotImplementedError
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """`pull` times d log(score) / d logit of the same expert, in place; both of any shape.
+        """Multiply `pull` by d log(score) / d logit of the same expert, in place; both have any
+        shape.
 
-        Of a softmax without the part that all logits share.
+        For a softmax, the term that all logits share is excluded.
         """
         raise NotImplementedError
 
     def shares(self, scores_TE: Tensor) -> Tensor:
-        """Scores divided by their sum: the distribution that losses and entropy read."""
+        """Return the scores divided by their sum: the distribution that losses and entropy use."""
         return scores_TE if self.is_softmax else shares(scores_TE)
 
 
@@ -55,39 +59,41 @@ score_functions: Registry[type[ScoreFunction]] = Registry("score function", base
 
 @score_functions.register("softmax")
 class Softmax(ScoreFunction):
-    """exp(logit) over the sum of all experts' exp(logit)."""
+    """exp(logit) divided by the sum of exp(logit) over all experts."""
 
     kernels = frozenset({"torch", "triton"})
     is_softmax = True
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """See `ScoreFunction.scores`."""
-        # the number of tokens last: under torch.compile asking for it would be a guard on it
+        """Return the scores; see `ScoreFunction.scores`."""
+        # The number of tokens is checked last, because under torch.compile the check would become a
+        # guard on it.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() \
                 or logits_TE.device.type != "cpu" or logits_TE.shape[1] >= _FEW \
                 or logits_TE.shape[0] <= _MANY:
             return torch.softmax(logits_TE, 1)
-        # torch goes through rows that do not fill a register number by number: 3 times as long
+        # torch's softmax processes rows that do not fill a vector register value by value, which
+        # takes 3 times as long.
         e_TE = (logits_TE - logits_TE.amax(1, keepdim=True)).exp()
         return e_TE / e_TE.sum(1, keepdim=True)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """See `ScoreFunction.slope_`: 1."""
+        """Multiply by a slope of 1; see `ScoreFunction.slope_`."""
         return pull
 
 
 @score_functions.register("sigmoid")
 class Sigmoid(ScoreFunction):
-    """1 / (1 + exp(-logit)), each expert by itself."""
+    """1 / (1 + exp(-logit)), independent for each expert."""
 
     kernels = frozenset({"torch", "triton"})
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """See `ScoreFunction.scores`."""
+        """Return the scores; see `ScoreFunction.scores`."""
         return torch.sigmoid(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """See `ScoreFunction.slope_`: 1 - score."""
+        """Multiply by a slope of 1 - score; see `ScoreFunction.slope_`."""
         return pull.mul_(1 - scores)
 
 
@@ -95,23 +101,25 @@ SOFTMAX = Softmax()
 
 
 def divisor(total_T1: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
-    """max(total + add, least): what scores are divided by where their sum is `total`."""
+    """Return max(total + add, least), the divisor of scores with the sum `total`."""
     total_T1 = total_T1 + add
     return total_T1.clamp(min=least) if least else total_T1
 
 
 def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
-    """Non-negative scores [T, E] (or [T, K]) divided by the `divisor` of their sum over axis 1."""
+    """Divide non-negative scores [T, E] (or [T, K]) by the `divisor` of their sum over axis 1."""
     return scores_TE / divisor(scores_TE.sum(1, keepdim=True), add, least)
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """As `shares`, of what is left of a token's weights; zeros where nothing is."""
+    """Compute `shares` of a token's remaining weights, with zeros if no weight remains."""
+    # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """Keeps the tokens as they are for backward, not their copy in float32."""
+    """A linear map to float32 that saves the tokens as they are for backward, not a float32 copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -150,45 +158,48 @@ class _WideLinear(torch.autograd.Function):
 
 
 def in_parts(x_TD: Tensor) -> bool:
-    """Whether matmuls with these tokens are summed from 16-bit matmuls: bfloat16 on a GPU
-    where torch gives their float32 sums.
+    """Return whether matmuls with these tokens are computed as sums of 16-bit matmuls.
 
-    Each operand in float32 goes in as three of bfloat16, which hold its 24 bits, so that nothing
-    but the sum is rounded. The matrix units then read the tokens as they are; in float32 they have
-    no part in it, and the tokens would be copied (measured on an H100: a fifth of the time).
+    This applies to bfloat16 tokens on a GPU if torch can return float32 sums. Each float32 operand
+    is split into three bfloat16 tensors that together have its 24 bits, so that only the sum is
+    rounded. The matrix units then read the tokens as they are. A float32 matmul would not use the
+    matrix units and would copy the tokens (the split takes a fifth of the time, measured on an
+    H100).
     """
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")
 
 
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
-    """x as `number` tensors of bfloat16, joined along `dim`, whose sum has 8 bits of x for each; x
-    itself if it is bfloat16.
+    """Split x into `number` bfloat16 tensors, joined along `dim`, that sum to x with 8 bits each.
+
+    A bfloat16 tensor is returned unchanged.
     """
     if x.dtype == torch.bfloat16:
         return x
-    made = x.new_empty((*x.shape[:dim], number, *x.shape[dim:]), dtype=torch.bfloat16)
+    # The parts are joined into one operand, so that a single matmul multiplies all of them.
+    parts = x.new_empty((*x.shape[:dim], number, *x.shape[dim:]), dtype=torch.bfloat16)
     for n in range(number):
-        if n:
-            x = x - made.select(dim, n - 1)
-        made.select(dim, n).copy_(x)
-    return made.flatten(dim, dim + 1)
+        if n:  # the rounding error of the parts so far
+            x = x - parts.select(dim, n - 1)
+        parts.select(dim, n).copy_(x)
+    return parts.flatten(dim, dim + 1)
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
-    """a b of 16 bits in float32, then the sum over runs of `size` along `dim`."""
-    made = torch.mm(a, b, out_dtype=torch.float32)
-    return made if made.shape[dim] == size else made.unflatten(dim, (-1, size)).sum(dim)
+    """Multiply 16-bit a and b into float32, then sum over runs of `size` along `dim`."""
+    product = torch.mm(a, b, out_dtype=torch.float32)
+    return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 
 
 def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
+    """Compute grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
     if in_parts(x_TD) and not wants_graph():
         return _sum_of_parts(_parts(grad_TE, 1, 3).t(), x_TD, grad_TE.shape[1], 0)
     if x_TD.device.type != "cpu" or wants_graph():
         return grad_TE.t() @ x_TD.to(grad_TE.dtype)
     experts, width = grad_TE.shape[1], x_TD.shape[1]
-    # partial sums over parts of the tokens, in parallel: one matmul of few rows and columns whose
-    # sum is over many tokens takes up to twice as long
+    # Partial sums over parts of the tokens run in parallel. A single matmul with few rows and
+    # columns and a long sum over tokens takes up to twice as long.
     sums_PED = grad_TE.new_zeros(PARTS, experts, width)
     for span, x_ND in widened(x_TD, grad_TE.dtype):
         grad_NE, even = grad_TE[span], x_ND.shape[0] // PARTS * PARTS
@@ -200,13 +211,13 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad weight in `dtype`, [T, D]; grad_TE: float32 (float64)."""
+    """Compute grad weight in `dtype`, [T, D]. grad_TE: float32 (float64)."""
     on_cpu = grad_TE.device.type == "cpu"
     if dtype == torch.bfloat16 and not (
             on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         if weight_ED.dtype == dtype:
-            # one matmul of 16 bits, summed in float32 and rounded once, takes half as long as one
-            # of 32: each gradient goes in as two whose sum is off by at most 2^-17 of it
+            # A 16-bit matmul, summed in float32 and rounded once, takes half as long as a 32-bit
+            # matmul. Each gradient is split into two parts with a relative error of at most 2^-17.
             return _parts(grad_TE, 1, 2) @ weight_ED.repeat(2, 1)
         if not on_cpu and weight_ED.dtype == torch.float32 and not wants_graph():
             return _product_of_parts(grad_TE, weight_ED)
@@ -214,8 +225,11 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-    """grad weight of float32 operands in bfloat16, off by about 2^-16 before it is rounded: one
-    matmul of the operands' larger parts, and of each larger part with the other's smaller one.
+    """Compute grad weight of float32 operands in bfloat16, with an error of about 2^-16 before
+    rounding.
+
+    One matmul sums the products of the operands' larger parts, and of each larger part with the
+    smaller part of the other operand.
     """
     experts = len(weight_ED)
     grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)
@@ -225,11 +239,11 @@ def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """x weight^T in float32 (float64 for float64 tokens), [T, E], differentiable.
+    """Compute x weight^T in float32 (float64 for float64 tokens), [T, E], differentiable.
 
     Args:
-        x_TD: [T, D].
-        weight_ED: [E, D]. Both of any floating-point dtype.
+        x_TD: tokens [T, D] of any floating-point dtype.
+        weight_ED: weights [E, D] of any floating-point dtype.
     """
     if x_TD.dtype == weight_ED.dtype == torch.float32:
         return F.linear(x_TD, weight_ED)

@@ -1,6 +1,6 @@
-"""Which operations have a Triton implementation, and when it can be used.
+"""The operations with a Triton implementation, and the conditions for using it.
 
-Triton is imported when one of them first runs, not before.
+Triton is imported when the first of these operations runs, not before.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ INSTALLED = find_spec("triton") is not None
 
 
 def why_not(*args: Any) -> str | None:
-    """Why Triton cannot take these arguments; None where it can."""
+    """Return why Triton does not support these arguments, or None if it does."""
     if torch.compiler.is_compiling():
-        return "torch.compile fuses the reference itself"
+        return "torch.compile fuses the torch reference"
     if not INSTALLED:
         return "triton is not installed: pip install moe-plugin[triton]"
     tensors = [a for a in _flat(args) if isinstance(a, Tensor)]
@@ -55,45 +55,50 @@ def why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_bfloat16(device: torch.device) -> str | None:
-    """Why a GPU has no bfloat16; None: it has. Looked up once for a device."""
+    """Return why a GPU does not support bfloat16, or None if it does. Cached per device."""
     return _below(device, (8, 0), "bfloat16")
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Why an NVIDIA GPU lacks a format; None where it has it, and for other makers."""
+    """Return why an NVIDIA GPU lacks a format, or None if it has the format or is from another
+    maker.
+    """
     if torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) >= needed:
         return None
-    return (f"no {what} in a GPU of compute capability {major}.{minor}: "
-            f"needs {needed[0]}.{needed[1]}")
+    return (f"a GPU of compute capability {major}.{minor} has no {what}, which needs "
+            f"{needed[0]}.{needed[1]}")
 
 
 def route_why_not(*args: Any) -> str | None:
-    """`why_not`; also where the kernel does not know the score function."""
+    """Return the reason of `why_not`, or that the kernel lacks the score function."""
     reason = why_not(*args)
     if reason is not None:
         return reason
     score = next(a for a in args if isinstance(a, Rule)).score
-    return None if "triton" in score.kernels else f"{type(score).__name__} is not in the kernel"
+    return None if "triton" in score.kernels else f"the kernel has no {type(score).__name__}"
 
 
 def product_why_not(*args: Any) -> str | None:
-    """`why_not`; also where the installed Triton makes products that the GPU cannot run."""
+    """Return the reason of `why_not`, or why the installed Triton's products cannot run on the GPU.
+    """
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
         return reason
     if torch.version.hip is not None and any(a == "tf32" for a in _flat(args) if type(a) is str):
-        # MI355X has no such products, and on MI300X weight gradients ask for 96 KiB of its 64
+        # MI355X has no such products, and on MI300X weight gradients would need 96 KiB of shared
+        # memory, but only 64 KiB exist.
         return "products in tf32 are for NVIDIA GPUs"
     return no_products(device)
 
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Why no product of the installed Triton fits a GPU; None: they do. Looked up once for a
-    device.
+    """Return why no product of the installed Triton runs on a GPU, or None if products run.
+
+    Cached per device.
     """
     import triton
 
@@ -104,18 +109,19 @@ def no_products(device: torch.device) -> str | None:
     if capability <= (8, 0) or capability == (8, 7):
         return None
     if capability[0] == 10:
-        return (f"Triton {triton.__version__} does not compile the weight gradients of gated "
-                "experts for GPUs of compute capability 10: needs 3.6")
+        return (f"Triton {triton.__version__} cannot compile the weight gradients of gated "
+                "experts for GPUs of compute capability 10; Triton 3.6 can")
     if (major, minor) >= (3, 4):
         return None
-    return ("Triton {} makes products that take more shared memory than a GPU of compute "
-            "capability {}.{} has: needs 3.4".format(triton.__version__, *capability))
+    return ("the products of Triton {} need more shared memory than a GPU of compute capability "
+            "{}.{} has; Triton 3.4 is needed".format(triton.__version__, *capability))
 
 
 @functools.cache
 def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
-    """Why the installed Triton cannot schedule products so on a GPU, or has nothing for it; None:
-    it can. Looked up once for a device.
+    """Return why the installed Triton cannot use this schedule on a GPU, or None if it can.
+
+    Cached per device.
     """
     import triton
 
@@ -125,32 +131,37 @@ def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
         return "Triton's specialized warps are for NVIDIA GPUs"
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if version < (3, 4):
-        return f"Triton {triton.__version__} has no specialized warps: needs 3.4"
+        return f"Triton {triton.__version__} has no specialized warps; Triton 3.4 is needed"
     if torch.cuda.get_device_capability(device)[0] != 10:
-        return ("Triton specializes warps of such loops on GPUs of compute capability 10: has "
-                "{}.{}".format(*torch.cuda.get_device_capability(device)))
+        return ("Triton specializes warps of these loops only on GPUs of compute capability 10, "
+                "but this GPU has {}.{}".format(*torch.cuda.get_device_capability(device)))
     return None
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """`why_not`; also where the GPU has no conversion to e4m3: the reference emulates it."""
+    """Return the reason of `why_not`, or that the GPU cannot convert to e4m3, which the reference
+    emulates.
+    """
     reason, device = why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_e4m3(device)
 
 
 def fp8_product_why_not(*args: Any) -> str | None:
-    """`fp8_why_not`; also where the installed Triton makes products that the GPU cannot run."""
+    """Return the reason of `fp8_why_not`, or why the installed Triton's products cannot run on the
+    GPU.
+    """
     reason, device = fp8_why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_products(device)
 
 
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
-    """Why a GPU has no float8 of e4m3fn; None: it has. Looked up once for a device."""
+    """Return why a GPU has no float8 e4m3fn, or None if it has. Cached per device."""
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    # CDNA 4 and RDNA 4 have the format of the OCP (e4m3fn); CDNA 3 has e4m3fnuz, others have none
+    # CDNA 4 and RDNA 4 have the OCP format (e4m3fn), CDNA 3 has e4m3fnuz, and other architectures
+    # have no fp8.
     if name.startswith(("gfx95", "gfx12")):
         return None
     return f"{name} has another fp8 format" if name.startswith("gfx94") else f"{name} has no fp8"
@@ -169,9 +180,9 @@ def _late(name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         module = importlib.import_module(f"moe_plugin.kernels.gpu.{MODULES[name]}")
         tensor = next((a for a in _flat(args) if isinstance(a, Tensor) and a.is_cuda), None)
-        if tensor is None:  # in the interpreter
+        if tensor is None:  # Triton's interpreter
             return getattr(module, name)(*args)
-        # Triton launches on the current device, whatever device its arguments are on
+        # Triton launches on the current device, even if its arguments are on another device.
         with torch.cuda.device_of(tensor):
             return getattr(module, name)(*args)
 
@@ -180,10 +191,10 @@ def _late(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Add the Triton implementations to their operations; called once by the package."""
+    """Add the Triton implementations to their operations. The package calls this function once."""
     special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
     for name, module in MODULES.items():
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
     assert {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
-            "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate knows other activations"
+            "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate implements other activations"

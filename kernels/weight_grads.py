@@ -1,18 +1,20 @@
-"""Weight gradients that are added up in place: of calls that compute with the same weights, where
-the first wrote them (`GradSums`), and where the host keeps them (`MainGrad`); and those that are
-computed after their backward pass (`LaterGrads`).
+"""Weight gradients that are accumulated in place, or computed after their backward pass.
 
-The pieces of one layer call are calls with the same weights. Autograd would make a whole gradient
-for each and add them one by one, three passes over the weights' memory a piece.
+`GradSums` adds up the gradients of calls that use the same weights, `MainGrad` adds gradients to a
+buffer of the host, and `LaterGrads` postpones the computation.
+
+The pieces of one layer call are calls with the same weights. Autograd would allocate a whole
+gradient for each piece and add them one by one, which reads or writes the weights' memory three
+times per piece.
 
 Megatron (`gradient_accumulation_fusion`) keeps a buffer `parameter.main_grad` (fp32 by default)
-over the micro-batches of a step. Its gradient hook adds `parameter.grad` to it, unless
-`parameter.grad_added_to_main_grad` says that backward has done so (megatron-core,
-`tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). Here every contribution
-to such a weight is added by backward: strategies that can, add their matmuls themselves
-(`MainGrad`); the others (gathered or borrowed experts, other strategies, autocast) compute with
-`redirect_grad(parameter)`. Both may occur in one step, or in one backward, and nothing is lost or
-counted twice.
+over the micro-batches of a step. Megatron's gradient hook adds `parameter.grad` to this buffer,
+unless `parameter.grad_added_to_main_grad` indicates that backward has already done so
+(megatron-core, `tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). Here,
+backward adds every contribution to such a weight. Strategies that support this add their matmuls
+directly (`MainGrad`). All other cases (gathered or borrowed experts, other strategies, autocast)
+compute with `redirect_grad(parameter)`. Both may occur in one step, or in one backward pass, and no
+contribution is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ from moe_plugin.kernels.workspace import Workspace
 
 @dataclass
 class _Sum:
-    """One weight's gradient.
+    """The gradient of one weight.
 
-    experts: those with a value so far.
+    experts: the experts with a value so far.
     """
 
     grad_LIO: Tensor
@@ -49,21 +51,22 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Gradients that the calls of one forward pass share; make one per pass.
+    """Gradients that the calls of one forward pass share. Create one object per pass.
 
-    A backward pass runs through all of these calls. One that was aborted has left sums; the next
-    pass over the same graph (`retain_graph`) begins with none.
+    A backward pass runs through all of these calls. An aborted backward pass leaves sums behind,
+    which the next pass over the same graph (`retain_graph`) discards.
 
-    calls: that have run forward and will run backward.
+    calls: number of calls that have run forward and will run backward.
     """
 
     calls: int = 0
     _sums: dict[str, _Sum] = field(default_factory=dict)
-    _ended: dict[str, int] = field(default_factory=dict)  # calls whose backward has run
-    _task: int = -1  # autograd's number of the backward pass that these are of
+    _ended: dict[str, int] = field(default_factory=dict)  # number of calls after their backward
+    _task: int = -1  # autograd's number of the backward pass that the sums belong to
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
-        """The gradient of weight `name` [L, I, O], and the experts whose values are already in it.
+        """Return the gradient of weight `name` [L, I, O], and the experts with values already
+        included.
         """
         self._forget_aborted()
         if name not in self._sums:
@@ -71,37 +74,43 @@ class GradSums:
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def end(self, name: str) -> Tensor | None:
-        """What a call's backward returns: the sum [L, I, O] from the last one, None from the
-        others.
+        """Return the result of a call's backward: the sum [L, I, O] for the last call, None for
+        earlier calls.
         """
         if not self.last(name):
             return None
-        found = self._sums.pop(name)  # the graph may be kept for another pass
-        for expert in set(range(found.grad_LIO.shape[0])) - found.experts:
-            found.grad_LIO[expert].zero_()
-        return found.grad_LIO
+        total = self._sums.pop(name)  # removed, because the graph may serve another pass
+        # The memory of experts without rows was never written.
+        for expert in set(range(total.grad_LIO.shape[0])) - total.experts:
+            total.grad_LIO[expert].zero_()
+        return total.grad_LIO
 
     def so_far(self, name: str) -> Tensor | None:
-        """The gradient of weight `name` [L, I, O] by the calls before; None: there is none yet."""
+        """Return the gradient of weight `name` [L, I, O] from the calls so far, or None."""
         self._forget_aborted()
         return self._sums[name].grad_LIO if name in self._sums else None
 
     def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
-        """A new gradient of all experts, or `so_far` with a call's added; returns what `end` does.
+        """Store a new gradient of all experts, or `so_far` after a call was added. Returns the
+        result of `end`.
         """
         if name not in self._sums:
             self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Count a call whose backward has added to weight `name`; whether no other is to come."""
+        """Count a call after its backward, and return whether it was the last call for weight
+        `name`.
+        """
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
+        # The count restarts after the last call, because the graph may serve another pass.
         self._ended[name] = ended % max(1, self.calls)
         return ended >= self.calls
 
     def _forget_aborted(self) -> None:
         task = torch._C._current_graph_task_id()
+        # Another backward pass: sums that are still present belong to an aborted pass.
         if task != self._task:
             self._task = task
             self._sums.clear()
@@ -109,8 +118,9 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Memory for a weight's gradient, in the order of its axes: of another one autograd makes a
-    copy, and a slow one.
+    """Allocate memory for a weight's gradient with the weight's order of axes.
+
+    With another order autograd would make a slow copy.
     """
     experts, inner, outer = w_LIO.shape
     if w_LIO.stride(1) == 1 != w_LIO.stride(2):
@@ -119,7 +129,8 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """The gradient of one weight [L, I, O], as a tensor to return; the interface of `MainGrad`.
+    """The gradient of one weight [L, I, O], returned as a tensor. It has the interface of
+    `MainGrad`.
 
     name, memory: see `GradSums.begin`.
     """
@@ -132,14 +143,17 @@ class WeightGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add each a b to the gradient of one expert, [I, N] and [N, O], or to those of a batch,
-        with an axis of experts before. No expert is there twice.
+        """Add each product a b to the gradient of one expert, or of a batch of experts.
+
+        The operands are [I, N] and [N, O] for one expert, with a leading axis for a batch of
+        experts. No expert may occur twice.
         """
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
             batch = {of} if isinstance(of, int) else set(range(of.start, of.stop))
             before = self.written & batch
-            # a first matmul is written, later ones are added: a batch with both is done one by one
+            # The first matmul of an expert overwrites uninitialised memory, and later ones are
+            # added. A batch with both cases is processed expert by expert.
             if before and before != batch:
                 self.add_matmuls(sorted(batch), a.unbind(0), b.unbind(0))
                 continue
@@ -150,20 +164,21 @@ class WeightGrad:
             self.products(*zip(*products, strict=True))
 
     def result(self) -> Tensor | None:
-        """What backward returns, see `GradSums.end`."""
+        """Return the result of backward, see `GradSums.end`."""
         return self.sums.end(self.name)
 
 
-TEMPORARY_BYTES = 1 << 20  # of several experts' matmuls
-# biases are as small as a row: autograd returns their gradients
+TEMPORARY_BYTES = 1 << 20  # largest temporary that serves several experts
+# Biases are as small as a row, so autograd returns their gradients in the usual way.
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
 def has_main_grad(parameter: Tensor) -> bool:
-    """Whether the host takes this parameter's gradient from `parameter.main_grad`.
+    """Return whether the host reads this parameter's gradient from `parameter.main_grad`.
 
-    False where its hook reads the gradient nevertheless: Megatron-FSDP's parameters, and those with
-    `zero_out_wgrad`. All these attributes are Megatron's and absent in other hosts.
+    The result is False if the host's hook reads the gradient nevertheless: for parameters of
+    Megatron-FSDP, and for parameters with `zero_out_wgrad`. All these attributes are Megatron's and
+    absent in other hosts.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -173,12 +188,12 @@ def has_main_grad(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Where a backward pass adds the gradient of one weight, instead of returning a tensor.
+    """The target of one weight's gradient: backward adds to `main_grad` and returns no gradient.
 
     Attributes:
         sums, name: see `WeightGrad`.
-        parameter: [L, I, O], with `main_grad` of that shape.
-        memory: for temporaries.
+        parameter: weight [L, I, O] with a `main_grad` of the same shape.
+        memory: memory for temporaries.
     """
 
     sums: GradSums
@@ -188,10 +203,10 @@ class MainGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """main_grad[expert] += a b for each; see `WeightGrad.add_matmuls`.
+        """Add a b to main_grad[expert] for each operand pair; see `WeightGrad.add_matmuls`.
 
-        Where the buffer has another dtype, the largest temporary is one expert's matmul, or those
-        of several that fit `TEMPORARY_BYTES`.
+        If the buffer has another dtype, the largest temporary is the matmul of one expert, or the
+        matmuls of several experts that fit into `TEMPORARY_BYTES`.
         """
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         into = [main_grad[of] for of in experts]
@@ -207,21 +222,23 @@ class MainGrad:
                 self._add(*parts)
 
     def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
-        # no CPU matmul has operands of one dtype and a result of another
-        made_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
-        target_IO.add_(multiply(a_IN, b_NO, made_IO))
+        # CPU matmuls cannot write a result with a dtype other than that of the operands.
+        product_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
+        target_IO.add_(multiply(a_IN, b_NO, product_IO))
 
     def result(self) -> Tensor | None:
-        """What backward returns: of the last call that shares `sums`, see `placeholder_grad`."""
+        """Return the result of backward: a `placeholder_grad` for the last call that shares `sums`.
+        """
         return placeholder_grad(self.parameter) if self.sums.last(self.name) else None
 
 
 def placeholder_grad(parameter: Tensor) -> Tensor | None:
-    """What backward returns for a parameter whose gradient is in `main_grad`.
+    """Return the gradient that backward reports for a parameter with its real gradient in
+    `main_grad`.
 
-    Autograd needs a tensor of its shape and dtype to run the parameter's hooks. Its values are
-    zero, because a hook of a user may read them. None without the host's mark
-    `grad_added_to_main_grad`: no hook needs it.
+    Autograd needs a tensor of the parameter's shape and dtype to run the parameter's hooks. The
+    values are zero, because a user's hook may read them. Without the host's mark
+    `grad_added_to_main_grad` no hook needs a tensor, and the result is None.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
@@ -243,47 +260,54 @@ class _RedirectGrad(torch.autograd.Function):
 
 
 def redirect_grad(parameter: nn.Parameter) -> Tensor:
-    """The parameter, for any use; the gradient of this use is added to `parameter.main_grad`."""
+    """Return the parameter for any use; the gradient of this use is added to `parameter.main_grad`.
+    """
     return _RedirectGrad.apply(parameter)
 
 
 class LaterGrads:
-    """Weight gradients that backward passes leave to be computed when `compute` is called, so that
-    what the pass gives to others, the rows' gradients, is on its way first.
+    """Weight gradients that backward passes postpone until `compute` is called.
+
+    The results that other ranks wait for, the rows' gradients, can then be sent first.
     """
 
     def __init__(self) -> None:
         self._left: list[Callable[[], Mapping[str, Tensor | None]]] = []
 
     def __len__(self) -> int:
-        """Passes whose gradients are left."""
+        """Return the number of passes with postponed gradients."""
         return len(self._left)
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Operands of a call whose weights' gradients are left, and of which weights they are
-        wanted: autograd sees no weight, so that no hook of one runs before its gradient is there.
+        """Detach the weights from a call's operands, and return which weights need a gradient.
+
+        Autograd then sees no weight, so that no hook of a weight runs before its gradient exists.
 
         tensors: [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """
         wanted = tuple(t is not None and t.requires_grad for t in tensors[::2])
-        return [t if t is None or place % 2 else t.detach()
-                for place, t in enumerate(tensors)], wanted
+        return [t if t is None or index % 2 else t.detach()
+                for index, t in enumerate(tensors)], wanted
 
     def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Leave a pass's gradients: `work` returns them by name, None: not needed."""
+        """Postpone the gradients of a pass. `work` returns them by name, with None for unneeded
+        gradients.
+        """
         self._left.append(work)
 
     def forget(self) -> None:
-        """Drop what was left, as that of a step that failed."""
+        """Discard postponed gradients, for example those of a failed step."""
         self._left.clear()
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Add what was left, in the order of the passes, to the `grad` of weights by these names.
+        """Compute the postponed gradients in the order of the passes, and add them to the weights'
+        `grad`.
 
-        hooks: as one backward pass does: its gradients of a weight are summed, then given to the
-            weight's hooks.
+        weights: the weights by the names that `work` uses.
+        hooks: if True, do the same as one backward pass: sum the gradients of each weight, then
+        pass the sum through the weight's hooks.
         """
         left, self._left = self._left, []
         sums: dict[str, Tensor] = {}
@@ -296,6 +320,8 @@ class LaterGrads:
                     continue
                 before = weights[name].grad
                 weights[name].grad = grad if before is None else before.add_(grad)
+        # Backward through a view runs the hooks of the weight, which an assignment to `grad` would
+        # not do. Each sum is removed first, so that its memory is freed early.
         for name in list(sums):
             with torch.enable_grad():
                 weights[name].view_as(weights[name]).backward(sums.pop(name))
@@ -303,12 +329,12 @@ class LaterGrads:
 
 @dataclass(frozen=True)
 class RowWeightGrads:
-    """The weights' gradients of one call; what each method returns goes to autograd.
+    """The weight gradients of one call. Each method returns values for autograd.
 
     Attributes:
-        precision: of products of unrounded operands, see `kernels.expert_matmul`.
-        rounded: the format of the other products; it may have weight gradients of its own. None:
-            there is none.
+        precision: precision of products of unrounded operands, see `kernels.expert_matmul`.
+        rounded: the format of the other products, which may compute weight gradients in its own
+            way. None if no format is used.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 
@@ -320,7 +346,11 @@ class RowWeightGrads:
 
     def first(self, x: Tensor, token_R: Tensor | None, g_h: Tensor | None,
               g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Of w_in and w_gate, in one product where both are wanted and both added, or both new."""
+        """Return the gradients of w_in and w_gate.
+
+        One product computes both if both are needed and either both or neither are added to
+        existing memory.
+        """
         if g_h is None or g_gate is None:
             return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),
                     None if g_gate is None else self.one("w_gate_LDF", x, g_gate, token_R, None))
@@ -331,13 +361,13 @@ class RowWeightGrads:
         if (into[0] is None) != (into[1] is None):
             return (self.one("w_in_LDF", x, g_h, token_R, None),
                     self.one("w_gate_LDF", x, g_gate, token_R, None))
-        made = expert_weight_grad_pair(x, g_h, g_gate, self.groups, token_R, self.precision,
+        grads = expert_weight_grad_pair(x, g_h, g_gate, self.groups, token_R, self.precision,
                                        None if into[0] is None else into)
-        return self._given("w_in_LDF", made[0]), self._given("w_gate_LDF", made[1])
+        return self._given("w_in_LDF", grads[0]), self._given("w_gate_LDF", grads[1])
 
     def one(self, name: str, x: Tensor, grad: Tensor, x_token_R: Tensor | None,
             grad_token_R: Tensor | None) -> Tensor | None:
-        """Of one weight."""
+        """Return the gradient of one weight."""
         rounded = self._rounded(x, (grad,), x_token_R, grad_token_R)
         if rounded is not None:
             return self._added(name, rounded[0])

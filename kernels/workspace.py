@@ -1,14 +1,15 @@
-"""Memory that is used again: large CPU tensors without a page fault per page in every step.
+"""Reusable memory for large CPU tensors, which avoids page faults in every step.
 
-glibc maps every large tensor afresh, and the system clears each page when it is first touched:
-about 60 us per MiB, more than writing the values takes. A `Workspace` keeps the memory of large
-tensors and reuses it as soon as nothing refers to it any more. It needs no release calls: it reads
-the storage's count of owners. So a saved activation, a gradient that the user keeps, or a second
-use in the same graph stays with its owner, and the next request gets other memory.
+glibc maps every large tensor anew, and the system clears each page when it is first touched. This
+takes about 60 us per MiB, more than writing the values. A `Workspace` retains the memory of large
+tensors and reuses it as soon as no reference to it remains. No release calls are needed, because
+the number of owners is read from the storage. A saved activation, a gradient that the user retains,
+or a second use in the same graph therefore stays with its owner, and the next request gets other
+memory.
 
-All modules of a process share one `MemoryPool`: what a layer does not need any more serves the next
-one, so that the layers of a model together keep what is in use at the same time, and not the most
-that each of them ever needed.
+All modules of a process share one `MemoryPool`: memory that one layer no longer needs serves the
+next layer. The layers of a model together retain the memory that is in use at the same time, and
+not the sum of each layer's maximum.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from torch import Tensor
 
 T = TypeVar("T")
 SMALL_BYTES = 1 << 17  # below glibc's mapping threshold memory is reused anyway
-SHRINK = 4  # what asks for less than one part in so many of free memory does not get it
-SWEEP = 4096  # requests between two looks for purposes that nothing asks for any more
-PATIENCE = 64  # requests, at least, without which free memory is given back; see `_Kept`
-# torch >= 2.1; without it nothing is kept
+SHRINK = 4  # free memory is not used for requests smaller than 1/4 of its size
+SWEEP = 4096  # requests between two searches for purposes without any further request
+PATIENCE = 64  # minimum of unsuccessful requests before free memory is released; see `_Kept`
+# Exists in torch >= 2.1. Without this function no memory is retained.
 _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass
 class _Kept:
-    """Memory of one purpose and data type.
+    """Memory for one purpose and data type.
 
     Attributes:
-        storages: in use or free.
-        seen: the last request at which each was in use.
-        requests: so far.
-        swept: requests at the last sweep.
+        storages: storages in use or free.
+        seen: for each storage, the last request at which it was in use.
+        requests: number of requests so far.
+        swept: number of requests at the last sweep.
     """
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)
@@ -50,11 +51,12 @@ class _Kept:
     swept: int = 0
 
     def take(self, size: int) -> torch.UntypedStorage:
-        """At least `size` bytes that nothing else uses: the smallest that fits, or new ones.
+        """Return at least `size` bytes that nothing else uses: the smallest fitting storage, or a
+        new one.
 
-        Free memory that is a little too small for new ones goes in exchange for them. So there are
-        never more of a size than were in use at once; what for a long time was not needed, longer
-        than a step in which each of them serves once, is given back.
+        A new storage replaces free memory that is slightly too small. The number of storages of a
+        size therefore never exceeds the number in use at once. A storage is released if at least
+        `PATIENCE` requests, and twice as many requests as there are storages, did not need it.
         """
         self.requests += 1
         free = self._free()
@@ -67,16 +69,20 @@ class _Kept:
                  * self.storages[i].nbytes()]
         if small:
             self._drop({small[-1]})
-        # loads change from step to step: leave room
+        # 1/8 more than requested, because loads change from step to step.
         self.storages.append(torch.UntypedStorage(size + size // 8))
         self.seen.append(self.requests)
         return self.storages[-1]
 
     def _free(self) -> list[int]:
-        """Where free memory is; what was free for too long, or others read, leaves."""
+        """Return the indices of free storages.
+
+        Storages that were free for too long, or that other processes share, are dropped.
+        """
         free, old = [], set()
         patience = max(PATIENCE, 2 * len(self.storages))
         for index, seen in enumerate(self.seen):
+            # Another process may still use a storage in shared memory, which no count here shows.
             if self.storages[index].is_shared():
                 old.add(index)
             elif not _idle(self.storages, index):
@@ -91,7 +97,9 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Give back what has been free since the last sweep; whether anything is left."""
+        """Release storages that have been free since the last sweep; return whether any storage is
+        left.
+        """
         unused = self.requests == self.swept
         self.swept = self.requests
         if unused:
@@ -104,44 +112,48 @@ class _Kept:
 
 
 class MemoryPool:
-    """Reusable CPU memory by purpose. Safe with threads and re-entrant calls."""
+    """Reusable CPU memory by purpose. Supports threads and re-entrant calls."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Keep nothing; also in a forked process, where another thread may have held the lock."""
+        """Start without memory and with a new lock.
+
+        A forked process needs this, because another thread may have held the lock.
+        """
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, torch.dtype], _Kept] = {}
         self._requests = 0
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """See `Workspace`; for CPU tensors."""
+        """Return an uninitialised CPU tensor, see `Workspace.empty`."""
         size = math.prod(shape) * like.element_size()
         with self._lock:
             self._requests += 1
-            if self._requests % SWEEP == 0:  # a purpose or type that nothing asks for any more
+            if self._requests % SWEEP == 0:  # drop purposes and dtypes without any further request
                 self._kept = {key: kept for key, kept in self._kept.items() if kept.sweep()}
             kept = self._kept.setdefault((purpose, like.dtype), _Kept())
             storage = kept.take(size)
             return torch.empty(0, dtype=like.dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def clear(self) -> None:
-        """Keep nothing: memory in use stays with its owners."""
+        """Retain no memory. Memory in use stays with its owners."""
         with self._lock:
             self._kept = {}
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes of the kept memory, in use or not, by purpose."""
-        found: dict[str, int] = {}
+        """Return the bytes of the retained memory, in use or free, by purpose."""
+        sizes: dict[str, int] = {}
         with self._lock:
             for (purpose, _), kept in self._kept.items():
                 size = sum(storage.nbytes() for storage in kept.storages)
-                found[purpose] = found.get(purpose, 0) + size
-        return found
+                sizes[purpose] = sizes.get(purpose, 0) + size
+        return sizes
 
 
-# Layers of a model know nothing of each other, and share a pool: it lives as long as one of them.
+# All layers share one pool without references to each other. The weak reference frees the pool
+# with its last layer.
 _POOLS: weakref.WeakValueDictionary[str, MemoryPool] = weakref.WeakValueDictionary()
 _POOLS_LOCK = threading.Lock()
 
@@ -157,7 +169,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def shared_pool() -> MemoryPool:
-    """The pool of this process."""
+    """Return the pool of this process."""
     with _POOLS_LOCK:
         pool = _POOLS.get("cpu")
         if pool is None:
@@ -166,12 +178,12 @@ def shared_pool() -> MemoryPool:
 
 
 class Workspace:
-    """What a module keeps between calls: reusable CPU memory by purpose, and state by its type.
+    """Data that a module retains between calls: reusable CPU memory by purpose, and state by type.
 
-    Copies (pickle, deepcopy) start without state. Safe with threads and re-entrant calls.
+    Copies (pickle, deepcopy) start without state. Supports threads and re-entrant calls.
 
     Args:
-        pool: where the memory comes from; None: the process's, which all modules share.
+        pool: source of the memory. Defaults to the pool of the process, which all modules share.
     """
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
@@ -180,16 +192,16 @@ class Workspace:
         self._states: dict[type, Any] = {}
 
     def state(self, kind: type[T]) -> T:
-        """The object of this type that belongs to the module; made without arguments at first."""
+        """Return the module's object of this type; it is created without arguments on first use."""
         with self._lock:
             if kind not in self._states:
                 self._states[kind] = kind()
             return self._states[kind]
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Uninitialised tensor of a shape, in `like`'s dtype and device.
+        """Return an uninitialised tensor of a shape, in `like`'s dtype and device.
 
-        Reuses memory that served `purpose` before, where it is free.
+        Free memory that served `purpose` before is reused.
         """
         size = math.prod(shape) * like.element_size()
         reusable = like.device.type == "cpu" and size >= SMALL_BYTES and _use_count is not None
@@ -198,13 +210,13 @@ class Workspace:
         return self.pool.empty(purpose, shape, like)
 
     def clear(self) -> None:
-        """Rebuild all states, and give back all memory that is free, other modules' too."""
+        """Discard all states, and release all free memory, also that of other modules."""
         self.pool.clear()
         with self._lock:
             self._states = {}
 
     def kept_bytes(self) -> int:
-        """Bytes of the pool's memory, in use or not."""
+        """Return the bytes of the pool's memory, in use or free."""
         return sum(self.pool.kept_bytes().values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
@@ -216,10 +228,11 @@ class Workspace:
 
 def scratch(purpose: str, shape: tuple[int, ...], like: Tensor,
             dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised CPU tensor for the length of one operation, from the process's pool.
+    """Return an uninitialised CPU tensor for the duration of one operation, from the process's
+    pool.
 
-    For operations that belong to no module; `like` gives the device, and the dtype if none is
-    given.
+    Use this function in operations that belong to no module. `like` determines the device, and the
+    dtype if `dtype` is None.
     """
     like = like if dtype is None else like.new_empty(0, dtype=dtype)
     return Workspace().empty(purpose, shape, like)
@@ -230,8 +243,11 @@ def _references(kept: list[torch.UntypedStorage], index: int) -> int:
 
 
 def _idle(kept: list[torch.UntypedStorage], index: int) -> bool:
-    # only this list owns it, in C++ (tensors, saved activations) and in Python (storage objects)
+    # Free means that only this list owns the storage, both in C++ (tensors, saved activations) and
+    # in Python (storage objects).
     return _use_count(kept[index]._cdata) == 1 and _references(kept, index) == _ALONE
 
 
+# The count that `_references` reports for a storage without further owners. It is measured, because
+# it differs between Python versions.
 _ALONE = _references([torch.UntypedStorage(0)], 0)

@@ -1,9 +1,17 @@
-"""The records that travel through one MoE layer.
+"""The records that are passed between the parts of one MoE layer.
 
-Shape legend (used in the whole package): T tokens of this rank, D model width, K choices per token,
-E experts of the whole group, L experts of this rank, R rows that reach this rank's experts, F inner
-width of an expert, C slots per expert and source rank, W ranks of the expert-parallel group, S
-shards of one expert (W / E where E < W).
+All tensor names in the package end in a shape suffix made of these letters:
+
+* T: the tokens of this rank
+* D: the width of the model
+* K: the expert choices per token
+* E: the experts of the whole expert-parallel group
+* L: the experts of this rank
+* R: the rows that this rank's experts compute
+* F: the inner width of an expert
+* C: the slots per expert and source rank
+* W: the ranks of the expert-parallel group
+* S: the shards of one expert, which is W / E if there are fewer experts than ranks
 """
 
 from __future__ import annotations
@@ -20,27 +28,25 @@ from moe_plugin.utils.machine import exporting, to_device
 from moe_plugin.utils.pytrees import as_pytree
 
 
-# Rows of a rank's experts: how many each has, known on the host or on a device alone, of which
-# tokens they are, and how they come and go.
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows by local expert, on the host; made on a device when asked for."""
+    """The number of rows of each local expert, as a list on the host."""
 
     host: list[int]
 
     @property
     def number(self) -> int:
-        """L, local experts."""
+        """The number of local experts, L."""
         return len(self.host)
 
     @property
     def total(self) -> int:
-        """R, rows of all local experts."""
+        """The number of rows of all local experts, R."""
         return sum(self.host)
 
     @property
     def even(self) -> bool:
-        """Whether it is known that all experts have as many rows."""
+        """Whether all experts are known to have the same number of rows."""
         for count in self.host:
             if count != self.host[0]:
                 return False
@@ -48,15 +54,18 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """Rows that experts compute for tokens; a scalar tensor where a device alone knows it."""
+        """The number of rows that belong to tokens. A scalar tensor if only the device knows it."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
-        """Rows of each expert, filler left out."""
+        """Return the number of rows of each expert, without filler rows."""
         return self.host
 
     def device(self, device: torch.device) -> Tensor:
-        """Rows of each expert, filler left out, int64 [L]; the host does not wait for a GPU."""
+        """Return the number of rows of each expert, without filler rows, as int64 [L].
+
+        The host does not wait for a GPU.
+        """
         if torch.compiler.is_compiling():
             return torch.tensor(self.host, dtype=torch.int64, device=device)
         if device.type != "cpu" and len(set(self.host)) == 1:
@@ -66,16 +75,16 @@ class RowCounts:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class DeviceCounts(RowCounts):
-    """Rows by local expert in a buffer of fixed length, known on the device alone.
+    """The number of rows of each local expert, known only on the device.
 
-    The experts' rows come first, expert after expert; the rest of the buffer is filler, of which no
-    result is read. Kernels that take lengths from the device leave the filler out. `host` is for
-    those that need lengths on the host: the host reads the device, and the filler counts as rows of
-    the last expert.
+    The rows are in a buffer of fixed length. The experts' rows come first, expert after expert. The
+    rest of the buffer is filler, and results of filler rows are never read. Kernels that read
+    lengths from the device skip the filler. Kernels that need lengths on the host use `host`, where
+    the filler counts as rows of the last expert.
 
     Attributes:
-        lengths_L: int64 [L], rows of each expert.
-        rows: R, rows of the buffer.
+        lengths_L: int64 [L], the number of rows of each expert.
+        rows: the number of rows of the buffer, R.
     """
 
     lengths_L: Tensor
@@ -89,57 +98,65 @@ class DeviceCounts(RowCounts):
 
     @property  # type: ignore[misc]
     def host(self) -> list[int]:  # type: ignore[override]
-        """Rows of each expert, filler included in the last; waits for the device, once."""
+        """The number of rows of each expert; the last expert's number includes the filler.
+
+        The first access waits for the device.
+        """
         if self._host is not None:
             return self._host
         before = self.lengths()[:-1]
         counts = [*before, self.rows - sum(before)]
         for count in counts if exporting() else ():  # type: ignore[no-untyped-call]
-            # the program is to hold for any load
+            # without this bound torch.export would specialize the program to the traced load
             torch._check(count >= 0)  # type: ignore[no-untyped-call]
         object.__setattr__(self, "_host", counts)
         return counts
 
     @property
     def number(self) -> int:
-        """L, local experts."""
+        """The number of local experts, L."""
         return self.lengths_L.shape[0]
 
     @property
     def total(self) -> int:
-        """R, rows of the buffer."""
+        """The number of rows of the buffer, R."""
         return self.rows
 
     @property
     def even(self) -> bool:
-        """False: nothing is known."""
+        """Always False, because the host does not know the lengths."""
         return False
 
     @property
     def real(self) -> Tensor:
-        """Rows of all experts, an int64 scalar on the device."""
+        """The number of rows of all experts without filler, an int64 scalar on the device."""
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
-        """Rows of each expert, filler left out; waits for the device if there are rows."""
+        """Return the number of rows of each expert, without filler rows.
+
+        The host waits for the device, except if the buffer is empty.
+        """
         return self.lengths_L.tolist() if self.rows else [0] * self.number
 
     def device(self, device: torch.device) -> Tensor:
-        """Rows of each expert, filler left out, int64 [L]."""
+        """Return the number of rows of each expert, without filler rows, as int64 [L]."""
         return self.lengths_L
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows that experts take out of tokens, and where their results belong.
+    """The tokens that each expert reads as its rows, and the positions of the results.
 
-    Without an exchange the tokens are this rank's own; after one they are the rows as they arrived.
+    Without an exchange the tokens are this rank's own tokens. After an exchange they are the rows
+    in the order in which they arrived.
 
     Attributes:
-        source_R, position_TK: see `kernels.rows`; rows lie expert after expert.
-        weights_TK: [T, K] gate weights, differentiable; None: all are 1.
-        counts: rows by expert; with fixed slots also the empty ones.
-        complete: every choice has a row and no slot is empty; False: perhaps not.
+        source_R, position_TK: the maps from rows to choices and from choices to rows, as described
+            in `kernels.rows`. The rows are ordered by expert.
+        weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
+        counts: the number of rows of each expert. With fixed slots, empty slots are counted too.
+        complete: True if every choice has a row and no slot is empty. False if this is not known.
     """
 
     source_R: Tensor
@@ -150,7 +167,7 @@ class RowPlan:
 
     @property
     def token_R(self) -> Tensor:
-        """Token of each row, int64 [R]; 0 for an empty slot."""
+        """The token of each row, int64 [R]. Empty slots have token 0."""
         choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
         choices = self.position_TK.shape[1]
         return choice_R if choices == 1 else choice_R // max(1, choices)
@@ -158,17 +175,19 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Work for this rank's experts.
+    """The input of one computation of this rank's experts.
 
     Attributes:
-        x: [R, D] rows, expert after expert, or, with a `RowPlan`, [T, D] tokens.
-        rows: rows by expert; or a `RowPlan`: the result then is [T, D], each token's rows weighted
-            and summed.
-        parameters: `FFNParameters` to compute with, e.g. gathered ones; None: those that the
-            experts store.
-        strategy: a `kernels.expert_ffn.Strategy`, how to compute; None: as configured.
-        started: experts outside the device call it when all that they need is there, before they
-            compute: what comes next can be fetched meanwhile.
+        x: [R, D] rows, ordered by expert. With a `RowPlan`, [T, D] tokens.
+        rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan` the result is
+            [T, D], the weighted sum of each token's rows.
+        parameters: the `FFNParameters` to compute with, such as gathered parameters. None if the
+            experts use their stored parameters.
+        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. None if the configured
+            strategy is used.
+        started: a function that experts in host memory or on disk call as soon as their weights
+            have arrived, before they compute, so that the next weights can be fetched during the
+            computation.
     """
 
     x: Tensor
@@ -179,17 +198,18 @@ class ExpertRows:
 
 
 class Sent:
-    """The rows of one call: on their way to their experts, and back.
+    """The rows of one call that travel to their experts and back.
 
-    Iterating gives work for this rank's experts, piece by piece, each when it has arrived. The
-    results of a piece are put back before the next one is taken.
+    Iterating yields the input of this rank's experts piece by piece, as soon as a piece has
+    arrived. The caller passes the results of one piece to `put_back` before it asks for the next.
 
     Args:
-        arriving: see above.
-        anchor: as given to `Dispatcher.dispatch`.
+        arriving: the pieces, in the order in which they arrive.
+        anchor: the tensor that was passed to `Dispatcher.dispatch` as `anchor`.
 
     Attributes:
-        results: of the pieces that were put back, in order, or what stands for them on their way.
+        results: the results passed to `put_back`, in order. A dispatcher may replace a result by a
+            stand-in while the result travels back.
     """
 
     def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
@@ -200,8 +220,9 @@ class Sent:
         return iter(self.arriving)
 
     def put_back(self, result: Tensor) -> None:
-        """Results [R, D] of the piece that was taken last, which may start to travel now; of a
-        `RowPlan`'s tokens [T, D].
+        """Accept the result of the latest piece, which may start to travel back now.
+
+        The result is [R, D], or [T, D] if the piece has a `RowPlan`.
         """
         self.results.append(result)
 
@@ -209,16 +230,17 @@ class Sent:
 @as_pytree()
 @dataclass(frozen=True)
 class TokenInfo:
-    """What some routers and losses need to know of a call besides the tokens.
+    """Additional inputs that some routers and losses need for a call.
 
-    Tensors may have the shape of the tokens' leading axes.
+    The tensors may have the shape of the leading axes of the tokens.
 
     Attributes:
-        token_ids_T: int64, vocabulary index of each token (hash router).
-        sequence_T: int64 in 0..sequences-1, the sequence of each token (loss `sequence`).
-        sequences: number of sequences, >= 1 where sequence_T is read.
-        router_index: which of several configured routers decides this call, the same on all ranks;
-            None: as `router.selection` says.
+        token_ids_T: int64, the vocabulary index of each token. The router `hash` reads it.
+        sequence_T: int64 in 0..sequences-1, the sequence of each token. The loss `sequence` reads
+            it.
+        sequences: the number of sequences. Must be at least 1 if sequence_T is read.
+        router_index: the index of the configured router that routes this call, equal on all ranks.
+            None if `router.selection` chooses the router.
     """
 
     token_ids_T: Tensor | None = None
@@ -227,11 +249,14 @@ class TokenInfo:
     router_index: int | None = None
 
     def flat(self) -> "TokenInfo":
-        """The same with one axis of tokens."""
+        """Return a copy whose tensors have a single axis of tokens."""
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Of flat information one of `pieces` equal runs of tokens, the last filled with zeros."""
+        """Return the part number `index` of `pieces` equal parts of flat information.
+
+        The last part is padded with zeros.
+        """
         return self._each(lambda x_T: torch.cat([x_T, x_T.new_zeros(-x_T.shape[0] % pieces)]).chunk(
             pieces)[index])
 
@@ -240,16 +265,14 @@ class TokenInfo:
         return replace(self, token_ids_T=new[0], sequence_T=new[1])
 
 
-
-
 @dataclass(frozen=True)
 class CountedChoices:
-    """The load of some choices, counted once for losses, statistics and dispatch.
+    """The load of a set of choices, counted once for losses, statistics and dispatch.
 
     Attributes:
-        ids_TK: the choices themselves, -1: no expert.
-        load_KE: int64, tokens whose j-th choice is expert e.
-        complete: ids_TK holds no -1; False: perhaps it does.
+        ids_TK: the choices. A choice of no expert is -1.
+        load_KE: int64. Entry [k, e] is the number of tokens whose choice number k is expert e.
+        complete: True if ids_TK contains no -1. False if this is not known.
     """
 
     ids_TK: Tensor
@@ -259,27 +282,31 @@ class CountedChoices:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router decided.
+    """The decision of a router for one call.
 
     Attributes:
-        ids_TK: int64, expert of each choice; -1: no expert (padding token, choice not taken). A
-            token's experts differ.
-        weights_TK: float32 (float64 for a float64 layer), gate weight of each choice,
-            differentiable; 0 where ids_TK = -1.
-        priority_T: float, larger keeps its slot longer under batch-prioritised capacity, if any is.
-        losses: raw (unweighted) scalar losses by name, differentiable.
-        entropy: scalar, mean entropy in nats of the score distribution over real tokens.
-        tokens: scalar int64, number of real (unmasked) tokens.
-        passthrough_T: weight of the token itself in its output, differentiable (BASE); None: 0.
-        router: of several routers the name of the one that decided; None: there is one.
-        chosen_TK: int64, the choices before a second-expert policy took some away, -1 for padding;
-            None: it took none.
-        undropped_TK: int64, the choices before the router dropped some by a capacity of its own
-            (Megatron's router), -1 for padding. None if it has no capacity.
-        capacity: slots per expert of that capacity. None if it has no capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`; None: not counted.
-        sizes: what a dispatcher began to agree on with other ranks when the choices were known, one
-            block early; None: nothing. See `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
+        ids_TK: int64, the expert of each choice. The value is -1 for padding tokens and for choices
+            that were not used. The experts of one token differ.
+        weights_TK: float32, or float64 in a float64 layer. The differentiable gate weight of each
+            choice, 0 where ids_TK is -1.
+        priority_T: float, the priority of each token under batch-prioritized capacity. Tokens with
+            larger values are dropped later. None without batch-prioritized capacity.
+        losses: the differentiable scalar losses by name, before they are multiplied by weights.
+        entropy: a scalar, the mean entropy in nats of the scores of all unmasked tokens.
+        tokens: a scalar int64, the number of unmasked tokens.
+        passthrough_T: the differentiable weight with which a token is added to its output (BASE).
+            None if the weight is 0.
+        router: the name of the router that routed this call. None if the layer has one router.
+        chosen_TK: int64, the choices before a second-expert policy removed some, -1 for padding.
+            None if no choice was removed.
+        undropped_TK: int64, the choices before the router applied a capacity (Megatron's router),
+            -1 for padding. None if the router has no capacity.
+        capacity: the number of slots per expert of the router's capacity. None if the router has no
+            capacity.
+        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
+        sizes: the exchange of sizes with other ranks that a dispatcher started one block early,
+            when the choices were known. None if no exchange was started. See
+            `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
     ids_TK: Tensor
@@ -297,20 +324,23 @@ class Routing:
     sizes: Any = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
-        """The same routing with dropped choices removed."""
+        """Return this routing without the choices for which keep_TK is False."""
         return replace(self, ids_TK=self.ids_TK.masked_fill(~keep_TK, -1), weights_TK=weights_TK)
 
 
 @dataclass(frozen=True)
 class KeptRouting:
-    """A routing after capacity.
+    """A routing after the capacity was applied.
 
     Attributes:
-        routing: with dropped choices removed.
-        before: the routing before anything was dropped.
-        slots_TK: int64 [T, K], slot of each choice in its expert, -1: none; None: no limit.
-        capacity: slots made per expert and source rank, equal on all ranks; None: no limit.
-        any_load: the capacity fits any load, which the host does not know: nothing is dropped.
+        routing: the routing without dropped choices.
+        before: the routing before any choice was dropped.
+        slots_TK: int64 [T, K], the slot of each choice in its expert, or -1 for a dropped choice.
+            None without a capacity.
+        capacity: the number of slots per expert and source rank, equal on all ranks. None without a
+            capacity.
+        any_load: True if the capacity is large enough for any load, so that no choice is dropped
+            and the host does not need to know the load.
     """
 
     routing: Routing
@@ -322,14 +352,14 @@ class KeptRouting:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one call as a router sees them: checked, on one axis, this rank's part.
+    """The validated tokens of one call that this rank routes, on a single axis.
 
     Attributes:
         x_TD: [T, D] tokens.
-        mask_T: bool [T], True = real token; None: all are real.
-        info: what else is known of them.
-        shape: of the layer's input.
-        count: tokens of the input, before ranks shared them out.
+        mask_T: bool [T], False for padding tokens. None if there is no padding.
+        info: additional inputs of routers and losses.
+        shape: the shape of the layer's input.
+        count: the number of tokens of the input, before the ranks divided them among each other.
     """
 
     x_TD: Tensor
@@ -339,19 +369,17 @@ class Tokens:
     count: int
 
 
-
-
-
-
 @dataclass(frozen=True)
 class Overlap:
-    """In how many pieces rows travel and are computed, so that exchanges and matmuls overlap.
+    """The number of pieces into which rows are cut so that exchanges and matmuls overlap.
 
     Attributes:
-        forward, backward: d and d_backward; 0 backward: as forward.
-        background: one piece, too, travels in the background, because other work is done
-            meanwhile.
-        piece_axis: see `dispatch.pieces`.
+        forward: the number of pieces in the forward pass, `parallel.d`.
+        backward: the number of pieces in the backward pass, `parallel.d_backward`. If 0, it equals
+            the number of pieces in the forward pass.
+        background: True if even a single piece travels in the background, because other work
+            is done at the same time.
+        piece_axis: the axis along which rows are cut, as in `dispatch.pieces`.
     """
 
     forward: int = 1
@@ -361,18 +389,19 @@ class Overlap:
 
     @property
     def pieces(self) -> int:
-        """Pieces that travel: so many that both directions can group them evenly."""
+        """The number of pieces that travel, which both directions can group evenly."""
         return math.lcm(self.forward, self.backward or self.forward)
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """What dispatch and combine of one call need; a dispatcher extends it by its own fields.
+    """The inputs of dispatch and combine for one call. Each dispatcher adds its own fields.
 
-    All sizes in it are agreed between ranks, and nothing in it waits for a device.
+    All ranks have agreed on the sizes in the plan, and reading the plan never waits for a device.
 
     Attributes:
-        rows: rows that this rank's experts compute; a scalar tensor where a device alone knows it.
+        rows: the number of rows that this rank's experts compute. A scalar tensor if only the
+            device knows the number.
     """
 
     rows: int | Tensor

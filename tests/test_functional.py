@@ -107,10 +107,10 @@ def test_what_cannot_be_is_refused() -> None:
     _, loss, parameters, x_TD = problem()
     for call in (lambda: vmap(loss, (None, 0))(parameters, torch.stack([x_TD, x_TD])),
                  lambda: hessian(loss, 1)(parameters, x_TD)):
-        with pytest.raises(ValueError, match="vmap .* must be grad, vjp, jvp or"):
+        with pytest.raises(ValueError, match="vmap .* Use grad, vjp, jvp or"):
             call()
     _, loss, parameters, x_TD = problem(experts_on="host", dtype=torch.float32)
-    with pytest.raises(ValueError, match="torch.func around StoredExperts of 1 ranks: must be"):
+    with pytest.raises(ValueError, match="torch.func cannot transform StoredExperts"):
         grad(loss)(parameters, x_TD)
 
 
@@ -118,17 +118,17 @@ def test_linked_blocks_are_refused() -> None:
     model = nn.Sequential(*(MoEBlock(WIDTH, LocalComm(), num_experts=4, router={"pre_gate": 1})
                             for _ in range(2)))
     link(model)
-    with pytest.raises(ValueError, match="torch.func around linked blocks"):
+    with pytest.raises(ValueError, match="torch.func cannot transform linked blocks"):
         grad(lambda x_TD: model(x_TD).sum())(torch.randn(5, WIDTH))
 
 
 def run_two_ranks() -> str:
     _, loss, parameters, x_TD = problem(comm=None)
-    with pytest.raises(ValueError, match="torch.func around FFNExperts of 2 ranks") as error:
+    with pytest.raises(ValueError, match="torch.func cannot transform FFNExperts") as error:
         grad(loss)(parameters, x_TD)
     return str(error.value)
 
 
 @pytest.mark.distributed
 def test_several_ranks_are_refused() -> None:
-    assert all("differentiate with torch.autograd" in said for said in run_gloo(2, run_two_ranks))
+    assert all("Use torch.autograd" in said for said in run_gloo(2, run_two_ranks))

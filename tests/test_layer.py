@@ -272,11 +272,11 @@ def test_bytes_are_what_was_sent() -> None:
 def test_state_of_other_experts_is_refused() -> None:
     state = MoELayer(config()).state_dict()
     MoELayer(config()).load_state_dict(state)
-    with pytest.raises(ValueError, match="num_experts=4, this layer has num_experts=8"):
+    with pytest.raises(ValueError, match="num_experts=4, but this layer has num_experts=8"):
         MoELayer(config(num_experts=8)).load_state_dict(state)
     with pytest.raises(
             ValueError,
-            match="ep_(size=1, this layer has ep_size=2|rank=0, this layer has ep_rank=1)"):
+            match="ep_(size=1, but this layer has ep_size=2|rank=0, but this layer has ep_rank=1)"):
         run_simulated(2, lambda comm: MoELayer(config(), comm).load_state_dict(state))
 
 

@@ -1,16 +1,17 @@
-"""Blocks of experts whose values share the CPU's cache, views of their rows, and padding.
+"""Blocks of experts that share the CPU's cache, views of their rows, and padding.
 
-The views of all rows are made before the first matmul: one leaves nothing of Python's own data in
-the caches, so that a line between two of them takes several times as long as in a loop of its own;
-the views of all rows at once are one call.
+The views of all rows are made before the first matmul. A matmul evicts Python's data from the
+caches, so a line of Python between two matmuls takes several times as long as in a separate loop.
+Also, the views of all rows need only one call.
 
-Experts that are multiplied together all have as many rows as the longest. What one has too many are
-copies of its last row, whose gradient is zero: they add nothing to its weights' gradients, and a
-NaN of one expert reaches no other.
+Experts that are multiplied together are padded to the number of rows of the longest expert. The
+padding consists of copies of the expert's last row, with a gradient of zero. The copies add nothing
+to the weight gradients, and a NaN of one expert reaches no other expert.
 
-Legend: R rows, expert after expert; P the same with padding; N rows of one block; B experts of one
-unit, M rows of each; C rows that its products compute, M or a few more (`Unit.computed`); W width;
-T tokens, K choices. Experts that are multiplied together are one view with an axis before.
+Notation: R rows, expert after expert; P the same rows with padding; N rows of one block; B experts
+of one unit, M rows of each; C rows that the unit's products compute, M or a few more
+(`Unit.computed`); W width; T tokens, K choices. Experts that are multiplied together share a view
+with a leading axis of experts.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class Unit(NamedTuple):
 
     Attributes:
         first: the first expert.
-        experts: B, their number.
-        rows: M, rows of each in memory; of several experts all have as many as the one with the
-            most (`padding.Padding` tells which rows are whose).
-        computed: rows that are multiplied: all in memory and, of a single expert, where that
-            takes less time, a few of those that follow (`RowRule.fast`). What it writes there
-            the next unit overwrites, so that units are computed in order.
+        experts: number B of experts.
+        rows: number M of rows of each expert in memory. Several experts are padded to the number of
+            rows of the longest expert (see `Padding`).
+        computed: number of rows that are multiplied. These are all rows in memory and, for a single
+            expert, a few following rows if this takes less time (`RowRule.fast`). The next unit
+            overwrites the additional results, so units must be computed in order.
     """
 
     first: int
@@ -45,30 +46,30 @@ class Unit(NamedTuple):
 
     @property
     def index(self) -> int | slice:
-        """What it takes of a tensor [L, ...]."""
+        """The unit's index into a tensor [L, ...]."""
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 
 
 @dataclass
 class UnitBlock:
-    """Units that go through all operations together.
+    """Units that pass through all operations together.
 
     Attributes:
-        rows: the block's rows among all.
-        size: N, rows of the block.
-        reach: rows from the block's first to the last one that is computed, at least N.
-        exact: no unit computes other rows than its own.
-        single: every unit is one expert.
+        rows: the block's rows among all rows.
+        size: number N of rows in the block.
+        reach: number of rows from the block's first to the last computed row, at least N.
+        exact: whether no unit computes rows other than its own.
+        single: whether every unit is one expert.
     """
 
     rows: slice
     units: list[Unit]
 
     def __post_init__(self) -> None:
-        # at once: between two products nothing is in the caches
+        # Computed once here, because between two products Python code would miss the caches.
         self.single = self.exact = True
         self._sizes: list[int] = []
-        self._starts: list[int] = []  # counted from the block's
+        self._starts: list[int] = []  # relative to the block's first row
         start = reach = 0
         for _, experts, rows, computed in self.units:
             size = experts * rows
@@ -84,8 +85,10 @@ class UnitBlock:
         self.reach = self.size if self.exact else reach
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x, [N, W], by unit: [M, W], or [B, M, W] of several experts. All views at once: one by
-        one they take as long as the operations of a small expert.
+        """Split x [N, W] by unit into [M, W], or [B, M, W] for several experts.
+
+        All views are made at once, because single views would take as long as the operations of a
+        small expert.
         """
         parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes)
         return parts if self.single else tuple(
@@ -93,24 +96,25 @@ class UnitBlock:
             for unit, part in zip(self.units, parts, strict=True))
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The transposed rows by unit: [W, M], or [B, W, M]."""
+        """Return the transposed rows by unit: [W, M], or [B, W, M]."""
         if self.single and len(self.units) > 1:
             return x.t().split_with_sizes(self._sizes, 1)
         return tuple(part.transpose(-2, -1) for part in self.split(x))
 
     def cover(self, x: Tensor, first: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The computed rows of each unit, which overlap.
+        """Return the computed rows of each unit, which overlap.
 
         Args:
+            x: rows of one or all blocks.
             first: the block's first row in x, which has at least `reach` rows from there.
-            own: of `split`.
+            own: result of `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
                       for start, size, unit, part in zip(self._starts, self._sizes, self.units, own,
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """The block, computing no row from `end` on."""
+        """Return the block without computed rows from `end` on."""
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -118,7 +122,8 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Experts with rows, those together that are faster so, of at most `limit` rows."""
+    """Return units of experts with rows, joining experts if that is faster, up to `limit` rows."""
+    # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
         return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]
     units: list[Unit] = []
@@ -144,17 +149,18 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
-    """Experts in blocks of at most `limit` rows; an expert with more rows is a block of its own.
+    """Return experts in blocks of at most `limit` rows. An expert with more rows is a separate
+    block.
 
-    counts: rows of each expert; experts without rows are left out.
+    counts: rows of each expert. Experts without rows are skipped.
     """
     blocks: list[UnitBlock] = []
     units: list[Unit] = []
     start = size = 0
-    found = units_of(counts, limit, rule)
-    if rule.narrow and 0 < sum([unit.experts for unit in found]) - len(found) < rule.least:
-        found = [_unit(expert, 1, rows, rule) for expert, rows in enumerate(counts) if rows]
-    for unit in found:
+    all_units = units_of(counts, limit, rule)
+    if rule.narrow and 0 < sum([unit.experts for unit in all_units]) - len(all_units) < rule.least:
+        all_units = [_unit(expert, 1, rows, rule) for expert, rows in enumerate(counts) if rows]
+    for unit in all_units:
         unit_size = unit.experts * unit.rows
         if units and size + unit_size > limit:
             blocks.append(UnitBlock(slice(start, start + size), units))
@@ -167,18 +173,22 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
 
 
 def clipped(blocks: list[UnitBlock]) -> list[UnitBlock]:
-    """The blocks, of which none computes more rows than there are: for rows in foreign memory."""
+    """Return the blocks without computed rows past the last row.
+
+    This is needed if the rows lie in memory that this package does not own.
+    """
     return [block if block.exact else block.clipped(blocks[-1].rows.stop) for block in blocks]
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Rows with padding and without.
+    """The mapping between rows with and without padding.
 
     Attributes:
-        row_P: int64 [P], the row that each padded row holds.
-        real_P: bool [P], False: a copy.
-        padded_R: int64 [R + 1], where each row is; the last one is -1, so that -1 stays -1.
+        row_P: int64 [P], the row that each padded row contains.
+        real_P: bool [P], False for a copy.
+        padded_R: int64 [R + 1], the position of each row with padding. The last element is -1, so
+            that index -1 maps to -1.
     """
 
     row_P: Tensor
@@ -186,19 +196,21 @@ class Padding:
     padded_R: Tensor
 
     def positions(self, position: Tensor) -> Tensor:
-        """Rows' numbers (int64, any shape; -1: none) with padding."""
+        """Return the positions with padding of rows (int64, any shape; -1 for no row)."""
         return self.padded_R[position]
 
 
 def padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding:
-    """Of blocks some of which hold several experts in one unit; counts: rows of each expert."""
+    """Return the padding of blocks with several experts in some units. counts: rows of each expert.
+    """
     units = [unit for block in blocks for unit in block.units]
     own = [rows for rows in counts if rows]
     padded = [unit.rows for unit in units for _ in range(unit.experts)]
-    own_L, padded_L = torch.tensor([own, padded], device="cpu")  # for any default device
+    own_L, padded_L = torch.tensor([own, padded], device="cpu")  # whatever the default device
     first_L, start_L = own_L.cumsum(0) - own_L, padded_L.cumsum(0) - padded_L
     expert_P = torch.repeat_interleave(padded_L)
     nth_P = torch.arange(expert_P.numel(), device="cpu") - start_L[expert_P]
+    # Positions behind an expert's last row become copies of this row.
     last_P = (own_L - 1)[expert_P]
     shift_R = (start_L - first_L).repeat_interleave(own_L)
     padded_R = torch.arange(shift_R.numel() + 1, device="cpu")
@@ -212,8 +224,8 @@ class UnitRows(NamedTuple):
     """Rows of each unit of a block.
 
     Attributes:
-        own: [M, W].
-        computed: [C, W], for products by row.
+        own: the unit's own rows [M, W].
+        computed: the rows [C, W] that products by row compute.
     """
 
     own: tuple[Tensor, ...]
@@ -221,18 +233,23 @@ class UnitRows(NamedTuple):
 
 
 class BlockRows:
-    """Rows of all blocks, or memory for those of one block, which each block overwrites.
+    """Rows of all blocks, or memory for the rows of one block, which each block overwrites.
 
     Attributes:
-        memory: [R, W] where `whole`, or [N of the largest block, W].
-        of_block: [N, W] of each block.
+        memory: [R, W] if `whole`, else [N of the largest block, W].
+        of_block: rows [N, W] of each block.
         of_units: for each block, the rows of its units.
     """
 
     def __init__(self, blocks: list[UnitBlock], memory: Tensor, whole: bool,
                  by_row: bool = True) -> None:
-        """memory: may have more rows, which hold what is computed after the last expert. by_row:
-        products by row read or write it; False: there are no `of_units`.
+        """Create the views of all blocks.
+
+        Args:
+            blocks: the blocks.
+            memory: may have additional rows, for results computed behind the last expert.
+            whole: whether memory contains the rows of all blocks.
+            by_row: whether products by row read or write the memory. If False, `of_units` is empty.
         """
         self._blocks = blocks
         self.of_block: list[Tensor] = []
@@ -250,18 +267,19 @@ class BlockRows:
         self.memory = memory if end == memory.shape[0] else memory[:end]
 
     def take(self, block: int) -> UnitRows:
-        """Rows of one block."""
+        """Return the rows of one block."""
         return self.of_units[block]
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """For each block, the transposed rows [W, M] of each of its units."""
+        """Return, for each block, the transposed rows [W, M] of each of its units."""
         return [block.columns(x) for block, x in zip(self._blocks, self.of_block, strict=True)]
 
 
 class GatheredRows:
-    """Rows of tokens, gathered for one block at a time; the interface of `BlockRows`.
+    """Rows of tokens, gathered for one block at a time. It has the interface of `BlockRows`.
 
     Args:
+        blocks: the blocks.
         x_TW: tokens.
         token_R: the token of each row.
         rows: memory for one block.
@@ -272,44 +290,46 @@ class GatheredRows:
         self.x_TW, self.tokens, self.rows = x_TW, by_block(blocks, token_R), rows
 
     def take(self, block: int) -> UnitRows:
-        """Rows of one block; they hold until the next block."""
+        """Return the rows of one block, valid until the next block is taken."""
         torch.index_select(self.x_TW, 0, self.tokens[block], out=self.rows.of_block[block])
         return self.rows.take(block)
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """For each block, where the transposed rows [W, M] of each of its units will be."""
+        """Return, for each block, views of the transposed rows [W, M] of each of its units."""
         return self.rows.columns()
 
 
 class WeightedRows:
-    """Rows of tokens, each times a factor, made for one block at a time.
+    """Rows of tokens times a factor per row, computed for one block at a time.
 
     Args:
+        blocks: the blocks.
         x_TW: tokens.
         token_R: the token of each row.
-        scale_R: its factor, float32 (float64).
+        scale_R: the factor of each row, float32 (float64).
     """
 
     def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
                  scale_R: Tensor) -> None:
         self.x_TW, self._blocks = x_TW, blocks
         spare = max((block.rows.start + block.reach for block in blocks), default=0) - len(token_R)
-        if spare > 0:  # any row does
+        if spare > 0:  # the results of additional rows are overwritten, so any row will do
             token_R, scale_R = (torch.cat([of_R, of_R[-1:].expand(spare)])
                                 for of_R in (token_R, scale_R))
         self.bags = [by_block(blocks, part, computed=True)
                      for part in bags(token_R[:, None], scale_R[:, None], x_TW.dtype)]
 
     def take(self, block: int) -> UnitRows:
-        """Rows of one block."""
+        """Return the rows of one block."""
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
         return BlockRows([self._blocks[block]], rows, False).of_units[0]
 
 
 def by_block(blocks: list[UnitBlock], x: Tensor, computed: bool = False) -> list[Tensor]:
-    """The part of each block along axis 0, which is of R; computed: with the rows that it computes
-    of those that follow.
+    """Return the part of each block along axis 0 of size R.
+
+    computed: whether to include the following rows that the block also computes.
     """
     if computed and not all(block.exact for block in blocks):
         return [x[block.rows.start:block.rows.start + block.reach] for block in blocks]

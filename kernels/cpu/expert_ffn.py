@@ -1,19 +1,18 @@
-"""Strategy `fused`: gather, matmuls, activation and combine as one autograd function for CPU.
+"""Strategy `fused`: gather, matmuls, activation and combine as one autograd function for CPUs.
 
-Rows go through all operations one block of experts at a time, while they are in the cache (see
-`blocks`): they are gathered into a buffer for one block, and matmuls write directly into their
-destination. Kept between forward and backward, in the module's `Workspace`: the value before the
-activation; the value after it, where recomputing costs more than reading and nothing asks for it
-(`FFNParameters.recompute`); and, for the gates' gradient, each output row. What is done between two
-matmuls is done by `native.passes` in one pass, where this machine has them: then output rows are
-kept only for experts with an output bias (see `_FFNCall.late`), and gated experts' values after the
-activation are computed again.
+Rows pass through all operations one block of experts at a time, while the block is in the cache
+(see `blocks`). They are gathered into a buffer for one block, and matmuls write directly into their
+destination. The module's `Workspace` stores for backward the value before the activation; the value
+after it, if recomputing costs more than reading and `FFNParameters.recompute` is off; and each
+output row, for the gates' gradient. Where `native.passes` is available, it does all work between
+two matmuls in one pass. Output rows are then stored only for experts with an output bias (see
+`_FFNCall.late`), and values after the activation of gated experts are recomputed.
 
-In float32 each expert of a block is computed by one thread, several at a time
-(`products.SideBySide`). Elsewhere they are computed one after the other, each by all
-threads; in 16 bits, consecutive experts with few rows in one product, padded to the longest
-(`products.RowRule`): that takes 0.55 to 0.99 of the layer's time (AMD Zen 5; 64 experts of 128
-rows, widths 256 and 512: 34.3 to 29.9 ms).
+In float32 each expert of a block is computed by one thread, several experts at a time
+(`products.SideBySide`). Otherwise experts run one after the other, each on all threads. In 16 bits,
+consecutive experts with few rows are padded and multiplied in one product (`products.RowRule`),
+which takes 0.55 to 0.99 of the layer's time (AMD Zen 5; 64 experts of 128 rows, widths 256 and 512:
+34.3 to 29.9 ms).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads, MainG
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import RowCounts, RowPlan
 
-# size of one value [N, F] of a block that stays in the cache between operations; measured
+# size of one tensor [N, F] of a block, measured so that a block stays in the cache
 BLOCK_BYTES = 4 << 20
 W_IN, W_GATE, W_OUT = WEIGHTS
 
@@ -58,10 +57,10 @@ class _Maps:
     """Where rows come from and go to.
 
     Attributes:
-        token_R, source_R, position_TK, complete: see `kernels.rows`, with the padding of
-            batches. Where x already is rows: None, or with padding, each row being a token with
-            one choice, source_R None.
-        real_R: bool, False: padding; None: there is none.
+        token_R, source_R, position_TK, complete: see `kernels.rows`, including the padding of
+            batches. All are None if x contains rows without padding. With padding, each row is a
+            token with one choice and source_R is None.
+        real_R: bool, False for padding rows. None without padding.
     """
 
     token_R: Tensor | None = None
@@ -72,7 +71,7 @@ class _Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> _Maps:
-        """Of a call with tokens, or with rows (`plan` None)."""
+        """Create the maps of a call with tokens, or with rows (`plan` None)."""
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
                                                   plan.complete)
@@ -89,12 +88,12 @@ class _FFNCall:
     Attributes:
         counts: rows of each expert.
         products: how rows are multiplied with the experts' matrices.
-        native: None: torch's operations.
+        native: the compiled passes, or None for torch's operations.
         keep: whether backward will run.
-        keep_after: whether it is to find the value after the activation (and, of `native`, the
+        keep_after: whether to store the value after the activation (and, with `native`, the
             activation's derivative in place of the value before it).
-        late: the gates multiply the gradients behind the last product's, which `native` does,
-            and not the output's: then it has all it needs for the gates' gradient as well.
+        late: whether `native` applies the gates to the gradients of the inner values, instead of
+            the output's gradient. `native` then also computes the gates' gradient.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """
@@ -115,24 +114,24 @@ class _FFNCall:
     wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Memory for the rows of all blocks (`whole`), or of one block at a time."""
+        """Allocate memory for the rows of all blocks (`whole`), or of one block at a time."""
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
-        # `reach`: products may compute some rows behind a unit's own, which must be there to write
+        # `reach`, because products may write a few rows behind a unit's own rows.
         memory = self.memory.empty(purpose, (end, width), like)
         return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
-        """Rows of tokens x [T, W], or x [R, W] where it is rows already."""
+        """Return the rows of tokens x [T, W], or x itself if it contains rows [R, W]."""
         if self.maps.token_R is None:
             return BlockRows(self.blocks, x, True)
         return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
 
 
 def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """For each block, what each of its units takes of a tensor [L, ...]."""
-    one_by_one = x_L.unbind(0)  # one operation for all views: indexing costs one for each
+    """Return, for each block, the parts of a tensor [L, ...] that belong to its units."""
+    one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:
         first = block.units[0].first
@@ -145,7 +144,7 @@ def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class _Linear:
-    """x w + b of each expert; the views of all experts are made at once, see `block_rows`."""
+    """x w + b of each expert. The views of all experts are made at once, see `blocks`."""
 
     def __init__(self, call: _FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, call.blocks)
@@ -154,10 +153,10 @@ class _Linear:
         self.products = call.products
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
-        """One block's rows through their experts' matrices; returns `out`'s rows [N, O].
+        """Multiply one block's rows by their experts' matrices, and return `out`'s rows [N, O].
 
-        add: the result is added to the values that `out` has, and no bias is; to an expert's own
-        rows alone, as the next one adds to its own.
+        add: add the result to the values of `out`, without bias, and only in an expert's own rows,
+        because the next expert adds to its own rows.
         """
         into = out.of_units[block]
         xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)
@@ -167,12 +166,12 @@ class _Linear:
 
 @strategies.register("fused")
 def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """One autograd function for gather, matmuls, activation and combine; best on CPU.
+    """Compute gather, matmuls, activation and combine in one autograd function; best on CPUs.
 
-    x: [R, D] rows or [T, D] tokens; returns the same shape and dtype, see `Strategy`.
+    x: rows [R, D] or tokens [T, D]; returns the same shape and dtype, see `Strategy`.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
-    # an empty slot is a row of zeros, which `gather_rows` makes; a device is not asked for them
+    # `gather_rows` zeroes empty slots. On a device the check would make the host wait.
     if plan is not None and not plan.complete and (x.device.type != "cpu"
                                                    or bool((plan.source_R < 0).any())):
         return apply_to_rows(lambda rows_RD, counts: fused(rows_RD, counts, p), x, plan)
@@ -189,20 +188,20 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     for block in blocks:
         single, exact = single and block.single, exact and block.exact
     maps = _Maps.of(plan, None if single else padding_of(counts, blocks))
-    # rows that are read where they lie have nothing behind the last one to compute along
+    # Rows that are not gathered end with the input's memory; nothing may be read behind them.
     if maps.token_R is None:
         blocks = clipped(blocks)
     act, native = ACTIVATIONS[p.activation], passes(x, p.activation)
-    # `native` computes a gated expert's activation again while it reads both factors anyway
+    # `native` recomputes a gated expert's activation at no cost, as it reads both factors anyway.
     keep_after = keep and not (act.cheap or p.recompute or (native and p.w_gate_LDF is not None))
-    # the output's bias has a part in the gates' gradient, and its own needs weighted rows
+    # An output bias contributes to the gates' gradient, and its own gradient needs weighted rows.
     late = native is not None and gates_TK is not None and p.bias_out_LD is None
-    # under autocast each call has its own cast of the weights, and so gradients of its own
+    # Under autocast each call casts the weights separately, so gradients cannot be shared.
     own = p.sums is None or torch.is_autocast_enabled(x.device.type)
     sums = GradSums() if own else p.sums
     if keep:
         sums.calls += 1
-    # a row too many may be another unit's, which is computed after it
+    # In order, if a product may overwrite rows of the next unit, which is computed after it.
     products = products_of(x, in_order=not exact)
     later, wanted = p.later, ()
     if later is not None:
@@ -213,7 +212,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
                     redirected, sums, later, wanted)
     if not torch.is_autocast_enabled(x.device.type):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
-    # operands are cast already; inside, products write into buffers of their own dtype
+    # The operands are already cast, and products write into buffers of the same dtype.
     with torch.autocast(x.device.type, enabled=False):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
 
@@ -262,7 +261,7 @@ class _Forward:
         self.rows = call.make("rows", width, x, whole=True)
 
     def run(self) -> Tensor:
-        """Output rows [R, D]."""
+        """Return the output rows [R, D]."""
         for block in range(len(self.call.blocks)):
             x = self.input.take(block)
             h_NF = (self.w_gate or self.w_in).into(block, x, self.before)
@@ -272,9 +271,8 @@ class _Forward:
         return self.rows.memory
 
     def kept(self) -> tuple[Tensor | None, ...]:
-        """Value before the activation, after it, the other factor of a gated expert.
-
-        [R, F] each; None: not kept.
+        """Return the values before and after the activation and a gated expert's `up`; None if
+        unneeded.
         """
         keep, keep_after = self.call.keep, self.call.keep_after
         return (self.before.memory if keep else None, self.after.memory if keep_after else None,
@@ -299,7 +297,7 @@ class _Backward:
         self.call = call = ctx.call
         (x, self.gates_TK, before, after, up, self.outputs_RD, w_in, w_gate,
          w_out) = ctx.saved_tensors
-        if call.native is not None:  # reads memory: hooks on saved tensors may have made others
+        if call.native is not None:  # hooks on saved tensors may have changed dtype or layout
             before, after, up = (t if t is None else t.to(grad_y.dtype).contiguous()
                                  for t in (before, after, up))
         width, inner = w_in.shape[1:]
@@ -323,11 +321,11 @@ class _Backward:
         self.grad_output = self._read_grad()
         self.grad_rows = call.make("grad rows", width, grad_y, whole=True) if need_x else None
         self.before = BlockRows(call.blocks, before, True, by_row=False)
-        # what weight gradients are left for is there for all blocks
+        # Postponed weight gradients need the values of all blocks.
         make = functools.partial(call.make, width=inner, like=grad_y, whole=call.later is not None)
         self.after = (make("recomputed act") if after is None
                       else BlockRows(call.blocks, after, True, by_row=False))
-        # `inner` is what the last matmul read: the activation, or its product with the other factor
+        # `inner` is the input of the last matmul: the activation, for gated experts times `up`.
         self.recompute, self.inner = after is None, self.after
         self.activation_grad = make("activation grad")
         self.up = self.up_grad = None
@@ -355,7 +353,7 @@ class _Backward:
             self.columns[W_IN] = self.columns[W_GATE] = self.input.columns()
 
     def _left_weights(self) -> dict[str, Tensor | None]:
-        """After `run`: the weights' gradients that it has left."""
+        """Return the weight gradients that `run` postponed."""
         self.bias_into = {}
         self._begin_weights(self.call.wanted)
         for block in range(len(self.call.blocks)):
@@ -367,7 +365,9 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None: not needed."""
+        """Return the gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None if
+        unneeded.
+        """
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:
@@ -386,7 +386,7 @@ class _Backward:
         self._input_side(block)
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """The gradients before the activation; `inner`, which the last weight's gradient needs."""
+        """Compute the gradients before the activation, and `inner` for the last weight gradient."""
         up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
@@ -395,12 +395,12 @@ class _Backward:
             self._scale_grad(block)
 
     def _scale_grad(self, block: int) -> None:
-        # the last product took the output's gradient without gates; its weight's gradient has them
+        # The last product used the output's gradient without gates; its weight gradient needs them.
         if self.scales[block] is not None:
             self.call.native.scale(self.grad_output.rows.of_block[block], self.scales[block])
 
     def _by_torch(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """As `_native`."""
+        """Compute the same as `_native`."""
         a_NF = self.after.of_block[block]
         if self.recompute:
             self.call.act.into(h_NF, a_NF)
@@ -411,7 +411,7 @@ class _Backward:
         self.call.act.gradient(grad_NF, h_NF, grad_NF)
 
     def _scale(self) -> Tensor | None:
-        """The factor of each row's gradient, [R], gates in float32 (float64); None: there is none.
+        """Return the factor of each row's gradient, [R], or None. Gates are in float32 (float64).
         """
         maps = self.call.maps
         if self.gates_TK is None:
@@ -423,18 +423,18 @@ class _Backward:
         return scale_R
 
     def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
-        """Values of rows by block, as `_native` is given them; None: it is not."""
+        """Split values of rows by block for `_native`, or return None for each block."""
         blocks = self.call.blocks
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """The gradient of the output rows; where it is `late`, without the gates."""
+        """Return the gradient of the output rows; if `late`, without the gates."""
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)
 
     def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
-        """Gradients of one matrix and its bias, where needed."""
+        """Add the gradients of one matrix and its bias, if needed."""
         if name in self.bias_into:
             for into, grad in zip(self.bias_into[name][block], grads, strict=True):
                 torch.sum(grad, -2, out=into)
@@ -443,15 +443,15 @@ class _Backward:
                                          self.columns[name][block], grads)
 
     def _input_side(self, block: int, rows: bool = True) -> None:
-        """Gradients of the first matmuls' weights and biases, and of the rows."""
+        """Compute the gradients of the first matmuls' weights and biases, and of the rows."""
         grads = {W_IN: self.activation_grad} if self.up is None else {
             W_IN: self.up_grad, W_GATE: self.activation_grad}
         if self.input is not None:
-            self.input.take(block)  # gathered again: cheaper than to keep k copies of each token
+            self.input.take(block)  # gathering again is cheaper than storing k copies per token
         for name, made in grads.items():
             grad = made.of_units[block]
             self._add_weight_grads(name, block, grad.own)
-            # both factors of a gated expert read the same rows
+            # Both factors of a gated expert read the same rows, so their gradients are added.
             if rows and self.grad_rows is not None:
                 self.transposed[name].into(block, grad, self.grad_rows, add=name != W_IN)
 

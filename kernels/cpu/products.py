@@ -1,14 +1,17 @@
-"""Experts' matmuls on a CPU: of 16 bits by the processor's own instructions, or in float32; of
-float32 several at a time.
+"""Experts' matmuls on a CPU, chosen by the instructions of the processor.
 
-Without AVX-512 (x86) or bf16 instructions (Arm) torch multiplies 16-bit matrices number by number,
-which takes up to a hundred times as long as the same product in float32. Here the operands are
-converted, multiplied in float32 and rounded once, which is at least as exact: the sums have always
-been of 32 bits.
+16-bit matmuls use the processor's own instructions, or float32. Float32 matmuls run several at a
+time.
 
-In float32 each matmul is done by one thread (`SideBySide`, `native/products.c`). 64 experts of 128
-rows, widths 256 and 352: three matmuls 44.4 to 30.7 ms, of 2 rows 7.5 to 3.5; 8 experts of 1,024
-rows, widths 512 and 1,376: the same (AMD Zen 5, two threads).
+Without AVX-512 (x86) or bf16 instructions (Arm) torch multiplies 16-bit matrices value by value,
+which takes up to a hundred times as long as the same product in float32. In this case the operands
+are converted, multiplied in float32 and rounded once. The result is at least as exact, because
+16-bit products also use 32-bit sums.
+
+In float32 each matmul is computed by one thread (`SideBySide`, `native/products.c`). With 64
+experts of 128 rows, widths 256 and 352, three matmuls take 30.7 instead of 44.4 ms, and with 2 rows
+3.5 instead of 7.5 ms. With 8 experts of 1,024 rows, widths 512 and 1,376, the times are equal (AMD
+Zen 5, two threads).
 """
 
 from __future__ import annotations
@@ -27,16 +30,16 @@ from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.cpu.native.functions import INT, INT64, POINTER, readable
 from moe_plugin.kernels.workspace import scratch
 
-# Of one piece in float32, which stays in the cache; measured. A whole copy goes through memory
-# twice, and where it is large through pages that the system clears first.
+# Size of one piece in float32, measured so that a piece stays in the cache. A copy of the whole
+# tensor would pass through memory twice, and a large copy through pages that the system clears.
 PIECE_BYTES = 2 << 20
-PARTS = 4  # equal parts that a piece can be cut into, but for the last one
+PARTS = 4  # every piece except the last can be cut into this number of equal parts
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """(span, x[span] in `dtype`), piece after piece of a CPU tensor, all in the same memory.
+    """Yield (span, x[span] in `dtype`), piece after piece of a CPU tensor, all in the same memory.
 
-    x_ND: [N, D].
+    x_ND: tensor [N, D].
     """
     rows, width = x_ND.shape
     size = max(1, PIECE_BYTES // max(1, width * dtype.itemsize))
@@ -48,19 +51,20 @@ def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         yield span, memory_MD[:span.stop - start].copy_(x_ND[span])
 
 
-FEW = 8  # rows of an expert whose memory is small compared with that of its weights
-MOST_ADDED = 11  # rows that `RowRule.fast` adds at most
-ELEMENT = 40  # multiplications in the time of what is done with one value between two products
-BEGIN = 6_000_000  # multiplications in the time in which a product begins, about 10 us a thread
+FEW = 8  # rows of an expert up to which their memory is small compared with its weights
+MOST_ADDED = 11  # largest number of rows that `RowRule.fast` adds
+ELEMENT = 40  # cost of the work per value between two products, in multiplications
+BEGIN = 6_000_000  # cost of starting a product, in multiplications: about 10 us per thread
 _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 class Products(Protocol):
-    """Several products: a b (+ base) into out.
+    """A function that computes several products, a b (+ base), and writes them into out.
 
-    Of each: a_NI [N, I], b_IO [I, O], out_NO [N, O]; base [N, O], also out_NO itself, or [O], or
-    None. All of one dtype; or all with an axis of experts before. In one call, because between two
-    products nothing is in the caches.
+    Each product has a_NI [N, I], b_IO [I, O], out_NO [N, O], and as base [N, O], which may be
+    out_NO itself, [O] or None. All tensors have one dtype. Alternatively all tensors have a leading
+    axis of experts. All products are passed in one call, because Python code between two products
+    would miss the caches.
     """
 
     def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
@@ -69,15 +73,16 @@ class Products(Protocol):
 
 @functools.cache
 def in_float32(dtype: torch.dtype) -> bool:
-    """Whether this processor has no instructions for products of a 16-bit dtype."""
+    """Return whether this processor has no instructions for products of a 16-bit dtype."""
     return dtype in _NATIVE and not (torch.backends.mkldnn.is_available()
                                      and getattr(torch.ops.mkldnn, _NATIVE[dtype])())
 
 
 def products_of(like: Tensor, in_order: bool = False) -> Products:
-    """The way to multiply matrices of `like`'s dtype, on its device.
+    """Return the function that multiplies matrices of `like`'s dtype on its device.
 
-    in_order: one after the other, as a product may write where the next one does.
+    in_order: whether products must run one after the other, because a product may write to rows
+    that the next product overwrites.
     """
     if like.device.type == "cpu" and in_float32(like.dtype):
         return _widened
@@ -87,21 +92,21 @@ def products_of(like: Tensor, in_order: bool = False) -> Products:
 
 
 def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:
-    """One of `Products`; returns `out_NO`."""
+    """Compute one product, and return `out_NO`; see `Products`."""
     products_of(a_NI)((a_NI,), (b_IO,), (out_NO,), (base,))
     return out_NO
 
 
 @dataclass(frozen=True)
 class RowRule:
-    """How many rows a product on a CPU computes, so that it takes the least time.
+    """The number of rows for which a product on a CPU takes the least time.
 
     Attributes:
-        narrow: of 16 bits, by the processor's own instructions. Products of float32 take the
-            same time by the row whatever their number, and are computed several at a time.
-        work: of one row, in multiplications.
-        least: experts join where that saves so many matmuls or more: padding costs some
-            operations itself.
+        narrow: whether products are 16-bit with the processor's own instructions. Float32 products
+            take the same time per row for any number of rows, and run several at a time.
+        work: cost of one row, in multiplications.
+        least: experts are joined only if this saves at least so many matmuls, because padding needs
+            some operations itself.
     """
 
     narrow: bool = False
@@ -109,26 +114,29 @@ class RowRule:
     least: int = 4
 
     def fast(self, rows: int) -> int:
-        """As many rows, or a few more, at most `MOST_ADDED`.
+        """Return the number of rows, or up to `MOST_ADDED` more if that is faster.
 
-        From 256 rows on oneDNN cuts 16-bit rows into pieces of one size, whose number it finds
-        among the divisors: 989 rows of width 512 took 1.5 times as long as 996 (inner width 2048,
-        AMD Zen 5). Over all numbers of a range, the four products with rows took 0.94 to 0.97 of
-        their time (960 to 1,100 rows), 0.97 (740 to 810) and 0.98 (256 to 400); of the steps 2 to
-        32 these were the best. Below 256 rows none pays.
+        From 256 rows, oneDNN cuts 16-bit rows into pieces of one size, and chooses the number of
+        pieces among the divisors. 989 rows of width 512 took 1.5 times as long as 996 rows (inner
+        width 2048, AMD Zen 5). The average time of the four products with rows fell to 0.94 to 0.97
+        (960 to 1,100 rows), 0.97 (740 to 810 rows) and 0.98 (256 to 400 rows). Of the steps 2 to 32
+        the chosen steps were the best. Below 256 rows no step saves time.
         """
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
 
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
-        """Whether an expert with so many rows is faster in one product with others before it.
+        """Return whether an expert is faster if it joins the product of the experts before it.
 
-        experts, most, own: how many others, the most rows of one, their rows. All get as many as
-        the longest, above `FEW` together at most twice as many as they have. A matmul takes a while
-        to start:
-        its memory, its plan, two threads that wait for each other. 64 experts of 100 to 153 rows
-        took 18.1 ms by sixteens, 19.4 by fours and 23.9 one by one (six matmuls of widths 256 and
-        512, AMD Zen 5).
+        All joined experts are padded to the number of rows of the longest expert. If the longest
+        has more than `FEW` rows, the padded rows must be at most twice the real rows. Starting a
+        matmul takes time for memory, its plan, and two threads that wait for each other. 64 experts
+        of 100 to 153 rows took 18.1 ms in groups of 16, 19.4 ms in groups of 4, and 23.9 ms one by
+        one (six matmuls of widths 256 and 512, AMD Zen 5).
+
+        experts, most, own: number of the experts before, the most rows of one of them, and their
+        total rows.
+        rows: rows of the expert.
         """
         if not self.narrow:
             return False
@@ -139,14 +147,14 @@ class RowRule:
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
-    """The rule for matmuls of `like`'s kind in experts of these widths."""
+    """Return the rule for matmuls of `like`'s dtype and device in experts of these widths."""
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 
 
 def one_by_one(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
                bases: Sequence[Tensor | None]) -> None:
-    """By torch, each by all threads."""
+    """Compute the products with torch, each by all threads."""
     for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
         if a.dim() == 3:
             _batched(a, b, out, base)
@@ -161,9 +169,9 @@ def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None)
     if base is not None and base.dim() == 2:
         base = base[:, None]
     if out_EIO.element_size() == 2 and out_EIO.stride(2) != 1:
-        # torch 2.13 multiplies number by number into a 16-bit result whose rows have gaps, which
-        # takes up to 10,000 times as long. Gradients of weights that are stored transposed, as
-        # those of transformers, are such results.
+        # torch 2.13 multiplies value by value into a 16-bit result with gaps between its rows,
+        # which takes up to 10,000 times as long. Gradients of weights that are stored transposed,
+        # as in transformers, have this layout.
         if out_EIO.stride(1) != 1:
             made_EIO = torch.bmm(a_EIN, b_ENO) if base is None else torch.baddbmm(base, a_EIN,
                                                                                   b_ENO)
@@ -178,8 +186,9 @@ def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None)
 
 
 class SideBySide:
-    """Several at a time, each by one thread; where they are fewer than two, or the matrices differ
-    in their strides or have gaps, one by one.
+    """Several products at a time, each computed by one thread.
+
+    Products run one by one if there is only one, or if the matrices have different strides or gaps.
 
     gemm: address of MKL's sgemm.
     """
@@ -190,15 +199,17 @@ class SideBySide:
 
     def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
                  bases: Sequence[Tensor | None]) -> None:
-        """See `Products`."""
+        """Compute the products; see `Products`."""
         values: list[int] = []
         strides = set()
         for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
             strides.add((*a.stride(), *b.stride(), *out.stride()))
             values += (a.data_ptr(), b.data_ptr(), out.data_ptr(), *a.shape, base is not None)
+        # The C function receives one set of strides for all products.
         same = strides.pop()
         if strides or len(same) != 6 or len(outs) < 2:
             return one_by_one(a_s, b_s, outs, bases)
+        # sgemm adds to the values that are already in `out`.
         for out, base in zip(outs, bases, strict=True):
             if base is not None and base is not out:
                 out.copy_(base)
@@ -209,23 +220,24 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Made once; None: see `why_one_by_one`."""
-    found, gemm = build.library("products.c"), _gemm_of_torch()
-    return None if isinstance(found, str) or gemm is None else SideBySide(found, gemm)
+    """Return the compiled functions, created once, or None; see `why_one_by_one`."""
+    library, gemm = build.library("products.c"), _gemm_of_torch()
+    return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 
 
 def _gemm_of_torch() -> int | None:
-    """MKL's sgemm, as torch has it; None: torch multiplies by another library."""
+    """Return the address of the sgemm of torch's MKL, or None if torch uses another library."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        found = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
+        gemm = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
     except (OSError, AttributeError):
         return None
-    return ctypes.cast(found, POINTER).value
+    return ctypes.cast(gemm, POINTER).value
 
 
 def why_one_by_one() -> str | None:
-    """Why this machine multiplies experts in float32 one after the other; None where it does not.
+    """Return why this machine multiplies experts in float32 one after the other, or None if it does
+    not.
     """
     return build.why_not("products.c") or (
         None if side_by_side() else "torch multiplies by another library than MKL")
@@ -235,7 +247,7 @@ def _widened(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor
              bases: Sequence[Tensor | None]) -> None:
     for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
         wide = a.new_empty(out.shape, dtype=torch.float32)
-        # into memory: autocast leaves it as it is
+        # with `out=`, because autocast does not cast operations with a given output
         torch.matmul(a.float(), b.float(), out=wide)
         if base is not None and a.dim() == 3 and base.dim() == 2:
             base = base[:, None]

@@ -1,5 +1,5 @@
-"""Implementations for GPU: Triton kernels, and the expert strategy that is made of them.
+"""Implementations for GPUs: Triton kernels, and the expert strategy built from them.
 
-A module that needs Triton is imported when one of its operations first runs, so that the package
+Modules that need Triton are imported when one of their operations first runs, so that the package
 works without Triton.
 """

@@ -1,4 +1,5 @@
-"""Shared by the Triton kernels: whether they run in the interpreter, and tile sizes."""
+"""Helpers that the Triton kernels share: activations, tile sizes, and a check for the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +17,51 @@ def _probe(x):
     tl.store(x, 0)
 
 
-# Triton reads TRITON_INTERPRET when a kernel is decorated: the type of this one holds for all
+# Triton reads TRITON_INTERPRET when a kernel is decorated, so this kernel's type shows the mode of
+# all kernels.
 INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
 Op.interpreted = INTERPRETED
-# the interpreter takes about 1 ms per program of any size: few, large tiles there
+# The interpreter takes about 1 ms per program of any size, so it gets few, large tiles.
 ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
 
 
 def row_tile(width: int) -> tuple[int, int]:
-    """(rows, columns) of a tile for kernels that move rows of `width` values.
+    """Return (rows, columns) of a tile for kernels that move rows of `width` values.
 
-    16-byte accesses, several in flight per thread.
+    The sizes give 16-byte accesses, several in flight per thread.
     """
     columns = min(triton.next_power_of_2(max(1, width)), 1024)
     return max(1, min(128, ROW_ELEMENTS // columns)), columns
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:
-    """Whether to widen operands before a matmul.
+    """Return whether operands must be converted to float32 before a matmul.
 
-    The interpreter multiplies bfloat16 matrices wrongly (versions 3.6 to 3.9).
+    The interpreter multiplies 16-bit matrices incorrectly (bfloat16 in versions 3.6 to 3.9).
     """
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
 
 
 def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
-    """Launch options of a kernel that takes at most so many registers a thread on NVIDIA GPUs; with
-    `chip` on those other than Hopper.
+    """Return launch options that bound a kernel's registers per thread on NVIDIA GPUs.
 
-    Without a bound their assembler may spill a few bytes so that more programs run at once.
+    With `chip`, Hopper GPUs get no bound. Without a bound, NVIDIA's assembler may spill a few bytes
+    so that more programs run at once.
     """
     free = torch.version.hip is not None or (chip is not None and chip.kind == "hopper")
     return {} if free else {"maxnreg": most}
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """`tensor`, contiguous; a kernel's unused pointer argument also needs some tensor."""
+    """Return `tensor`, contiguous, or a stand-in, because unused pointer arguments also need a
+    tensor.
+    """
     return stand_in if tensor is None else tensor.contiguous()
 
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """act(x) in float32; NaN stays NaN, as in torch."""
+    """Compute act(x) in float32; NaN stays NaN, as in torch."""
     if ACT == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
@@ -75,7 +79,9 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def activation_grad(x, ACT: tl.constexpr):
-    """act'(x) in float32; of NaN as in torch: 1 for relu, NaN for the others."""
+    """Compute act'(x) in float32. For NaN the result is that of torch: 1 for relu, NaN for the
+    others.
+    """
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(
             -0.5 * x * x)

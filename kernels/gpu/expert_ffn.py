@@ -1,10 +1,10 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Strategy `kernels`: grouped matmul kernels that gather rows while they load them, for GPU.
+"""Strategy `kernels`: grouped matmul kernels for GPUs that gather rows while loading them.
 
-Forward: h = x[token] w_in and a = act(h) in one kernel, rows = a w_out, y = weighted sum of rows.
-Kept for backward: x and h (and a gated expert's gate). Backward: the output's gradient goes through
-w_out^T and the activation in one kernel, which also recomputes a and makes the gates' gradient as
-row dots, so that no output row is kept.
+Forward computes h = x[token] w_in and a = act(h) in one kernel, then rows = a w_out, and y as the
+weighted sum of rows. It saves x and h (and a gated expert's gate) for backward. In backward one
+kernel propagates the output's gradient through w_out^T and the activation, recomputes a, and
+computes the gates' gradient as row dots, so that no output row is saved.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 @dataclass(frozen=True)
 class _Products:
-    """The products over rows as they are; signatures as in `kernels.expert_matmul`."""
+    """Products over rows without rounding; the signatures are those in `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]
@@ -63,10 +63,10 @@ def _products(precision: str) -> _Products | RoundedProducts:
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Grouped kernels that include gather, activation and gate gradient; best on GPU with Triton.
+    """Compute experts in grouped kernels with gather, activation and gate gradient; best on GPUs.
 
-    x: [R, D] rows or [T, D] tokens; returns the same shape and dtype, see `Strategy`. On other
-    devices the kernels' references run.
+    x: rows [R, D] or tokens [T, D]; returns the same shape and dtype, see `Strategy`. On other
+    devices the kernels' torch references run.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
@@ -86,13 +86,13 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
                 counts.host, None)
             made = expert_ffn if lengths[0] is None or counts.even else expert_ffn_uneven
             return made(x, *maps, *tensors, *lengths, p.activation, p.precision)[0]
-        # under autocast each call has its own cast of the weights, and so gradients of its own
+        # Under autocast each call casts the weights separately, so gradients cannot be shared.
         own = p.sums is None or autocast
         sums = GradSums() if own else p.sums
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in
                                            (x, maps[0], *tensors)):
             sums.calls += 1
-        # the pieces' exchanges run beside the products
+        # Calls that share `sums` are pieces, and their exchanges run at the same time.
         groups = RowGroups(counts, x.device, p.sums is not None, p.schedule)
         later = p.later
         if later is not None:
@@ -107,17 +107,17 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 
 def _traced(x: Tensor) -> bool:
-    """Whether only shapes are asked for: by `torch.compile`, or of a fake or a meta tensor."""
+    """Return whether only shapes are needed: for torch.compile, or for a fake or meta tensor."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What the forward and the backward pass of a call share, apart from tensors.
+    """The data that the passes of a call share, apart from tensors; see `FFNParameters`.
 
-    groups: with the tables of tiles, which forward makes and backward uses again. The others: as in
-    `FFNParameters` and `rounded_call`; later: None where this call cannot leave anything; wanted:
-    see `LaterGrads.cut_off`.
+    groups: includes the tables of tiles, which forward computes and backward reuses.
+    later: None if this call cannot postpone gradients.
+    wanted: see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -130,24 +130,23 @@ class _Call:
     wanted: list[bool] = field(default_factory=list)
 
 
-# one operation for torch: torch.compile sees its shapes and its gradient, and makes no graph break.
-# Its arguments are tensors and numbers, so its backward pass makes the tables of tiles again
+# One operation for torch, so that torch.compile knows shapes and gradient without a graph break.
+# Its arguments are only tensors and numbers, so its backward computes the tables of tiles again.
 def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor],
                 position_TK: Optional[Tensor], w_in: Tensor, b_in: Optional[Tensor],
                 w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
                 b_out: Optional[Tensor], counts: Optional[Sequence[int]],
                 lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
-    """[y, h, gate] of feed-forward experts, differentiable.
+    """Compute [y, h, gate] of feed-forward experts, differentiable.
 
     Args:
-        x: [T, D] tokens with gates_TK (float32 or float64; None: all 1), source_R and
-            position_TK (see `kernels.rows`); [R, D] rows where these are None.
-        w_in, w_gate: [L, D, F], b_in, b_gate: [L, F], w_out: [L, F, D], b_out: [L, D], in x's
-            dtype.
-        counts: rows of each expert.
-        lengths_L: int64 [L], in their place where the device alone knows them (`DeviceCounts`).
-            y: x's shape. h, gate: [R, F], kept for backward (gate: no elements for a plain
-            expert).
+        x: tokens [T, D], or rows [R, D] if source_R and position_TK (see `kernels.rows`) are None.
+        gates_TK: weights of the choices, float32 or float64, or None for weights of 1.
+        w_in, w_gate, b_in, b_gate: [L, D, F] and [L, F], in x's dtype.
+        w_out, b_out: [L, F, D] and [L, D], in x's dtype.
+        counts: rows of each expert, or None if only the device knows them (`DeviceCounts`).
+        lengths_L: int64 [L], replaces `counts` in this case.
+    Returns: y in x's shape; h and gate [R, F] for backward (gate is empty for plain experts).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
                     w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
@@ -180,14 +179,14 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
 
 
 def _factors(rounded: RoundedCall | None, *weights: Tensor | None) -> tuple[Any, ...]:
-    """What rows are multiplied by in the place of w_in, w_gate, w_out."""
+    """Return the operands that replace w_in, w_gate, w_out in products."""
     if rounded is None:
         return weights
     return tuple(rounded.weights.get(name) for name in WEIGHTS)
 
 
 def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
-    """Token of each row, -1 for an empty slot."""
+    """Return the token of each row, or -1 for an empty slot."""
     if source_R is None:
         return None
     choices = position_TK.shape[1]
@@ -213,11 +212,11 @@ def _expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
                          b_out: Optional[Tensor], counts: Optional[Sequence[int]],
                          lengths_L: Optional[Tensor], activation: str, precision: str,
                          needs: Sequence[bool]) -> List[Tensor]:
-    """Gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out, each in its tensor's shape.
+    """Compute the gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out and b_out.
 
     Args:
-        grad_y: gradient of y, in its shape and dtype; the others: see `expert_ffn`.
-        needs: which of the eight gradients are wanted; the others have no elements.
+        grad_y: gradient of y. For the other arguments see `expert_ffn`.
+        needs: which of the eight gradients are needed. The other gradients are empty tensors.
     """
     made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
                       position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation, precision,
@@ -232,8 +231,10 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
                rounded: RoundedCall | None = None,
                later: LaterGrads | None = None) -> list[Tensor | None]:
-    """As `expert_ffn_backward`, None where not needed; some gradients go to `main_grad`, and of
-    calls that share `sums` the last one returns the weights'. later: all of these are left there.
+    """Do the same as `expert_ffn_backward`, with None for gradients that are not needed.
+
+    Some gradients go to `main_grad`. Of calls that share `sums`, only the last returns weight
+    gradients. later: receives all weight gradients.
     """
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
     token_R = _tokens(source_R, position_TK)
@@ -294,7 +295,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _kept(operands: Sequence[Tensor | None], output: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """What is kept for backward of `expert_ffn`'s tensors and of its results, see `_gradients`."""
+    """Return the tensors saved for backward, see `_gradients`."""
     x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out = operands
     return (x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate, w_out, b_out)
 
@@ -319,22 +320,21 @@ def _operation(suffix: str, **options: Any) -> Any:
 
 def _not_captured() -> dict[str, Any]:
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    takes = "tags" in inspect.signature(torch.library.custom_op).parameters  # not in 2.6
+    takes = "tags" in inspect.signature(torch.library.custom_op).parameters  # not in torch 2.6
     return {"tags": (tag,)} if tag is not None and takes else {}
 
 
 expert_ffn = _operation("")
-# what the host knows it copies to the device from memory of a moment, which a replay cannot read:
-# torch.compile leaves it out of the CUDA graphs that mode reduce-overhead makes. Where torch has no
-# word for that, such a capture ends in the error of `machine.to_device`
+# Counts of the host are copied to the device from temporary memory, which a replayed CUDA graph
+# cannot read. The tag excludes the operation from CUDA graphs of mode reduce-overhead. Without the
+# tag, such a capture ends with the error of `machine.to_device`.
 expert_ffn_uneven = _operation("_uneven", **_not_captured())
 
 
 class _Direct(torch.autograd.Function):
-    """`expert_ffn` where its values are computed.
+    """`expert_ffn` for real tensors.
 
-    Not a torch operation, because backward gets more than tensors from forward (`_Call`), and may
-    mutate a buffer that is not an argument (`main_grad`).
+    Not a torch operation: backward needs more than tensors, and may change `main_grad` buffers.
     """
 
     @staticmethod
@@ -360,7 +360,7 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """In place of an autograd context: what `_Direct` saves in forward and reads in backward."""
+    """A stand-in for an autograd context, with the values that `_Direct` saves and reads."""
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()
@@ -371,7 +371,7 @@ class _Saved:
 
 
 class _Stashed(torch.autograd.Function):
-    """`_Direct` whose rows `keep` keeps."""
+    """`_Direct` with rows that `keep` stores."""
 
     @staticmethod
     def forward(ctx: Any, keep: Callable[[Tensor], KeptRows], call: _Call,
@@ -385,7 +385,7 @@ class _Stashed(torch.autograd.Function):
         def stand_in(saved: Tensor | None) -> Tensor | None:
             if not any(saved is one for one in rows):
                 return saved
-            # autograd drops what it saves as soon as it is not needed, and not what a context has
+            # An attribute of a saved tensor is freed with it; one of the context would live longer.
             token = saved.new_empty(0)
             token.kept = keep(saved)  # type: ignore[attr-defined]
             return token
@@ -418,7 +418,7 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
-    """<gradient of y, output row> of each choice: <u, a> from the kernel, plus the bias's part."""
+    """Return <gradient of y, output row> of each choice: <u, a>, plus the bias's part."""
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()
         dots_CR = torch.cat([dots_CR, share_TL[token_R.clamp(min=0), groups.group_R][None]])

@@ -1,4 +1,6 @@
-"""Launches of the grouped matmul kernels; signatures as in `moe_plugin.kernels.expert_matmul`."""
+"""Launches of the grouped matmul kernels, with the signatures of
+`moe_plugin.kernels.expert_matmul`.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ from moe_plugin.kernels.gpu.tilings import (
 )
 from moe_plugin.kernels.groups import SCHEDULES, RowGroups
 
-# the interpreter takes about 1 ms a program of any size: tiles that its small problems fill
+# The interpreter takes about 1 ms per program of any size; these tiles fit its small problems.
 _SMALL = Tiling(64, 64, 64, 4, 1)
 _SMALL_WEIGHT = Tiling(64, 64, 16, 4, 1)
 _LEAST_PART = 32 if INTERPRETED else LEAST_PART
-JOINED, JOINING = 1024, 16  # values that a program adds parts of at once; programs a processor
+JOINED, JOINING = 1024, 16  # values that a program joins at once; programs per multiprocessor
 
 
 def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `product_kernel`; see `moe_plugin.kernels.expert_matmul.expert_matmul`."""
     out_RO = x.new_empty(groups.total, w_LIO.shape[2])
     _Product(x, groups, w_LIO, token_R, precision).run(out_RO, bias=b_LO)
     return out_RO
@@ -42,7 +44,7 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
 
 def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tensor, v_LIO: Tensor,
                       precision: str) -> Tensor:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `product_kernel`; see `moe_plugin.kernels.expert_matmul.expert_matmul_sum`."""
     out_RO = x_RI.new_empty(groups.total, w_LIO.shape[2])
     _Product(x_RI, groups, w_LIO, None, precision).run(out_RO, "sum", v=v_LIO, y=y_RI)
     return out_RO
@@ -51,7 +53,7 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tens
 def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                       token_R: Tensor | None, activation: str,
                       precision: str) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `product_kernel`; see `moe_plugin.kernels.expert_matmul.expert_matmul_act`."""
     h_RF = x.new_empty(groups.total, w_LDF.shape[2])
     a_RF = torch.empty_like(h_RF)
     _Product(x, groups, w_LDF, token_R, precision).run(h_RF, act=activation, bias=b_LF, after=a_RF)
@@ -61,7 +63,7 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
 def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                         v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `product_kernel`; see `moe_plugin.kernels.expert_matmul.expert_matmul_gated`."""
     h_RF = x.new_empty(groups.total, w_LDF.shape[2])
     gate_RF, a_RF = torch.empty_like(h_RF), torch.empty_like(h_RF)
     _Product(x, groups, w_LDF, token_R, precision, results=2).run(
@@ -93,7 +95,7 @@ class _Product:
         return weight_tiles(w, self.tiling.depth, self.tiling.columns)
 
     def rows(self, x: Tensor) -> Any:
-        """Descriptor of rows that need no gathering."""
+        """Return the descriptor of rows that need no gathering, or None."""
         if not self.copies or self.token is not None:
             return None
         return row_tiles(x, (self.tiling.rows, self.tiling.depth))
@@ -111,31 +113,31 @@ class _Product:
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Group and first row of each row tile, and their number, on the device."""
+        """Group and first row of each row tile, and the number of tiles, on the device."""
         return self.groups.tiles(self.tiling.rows)
 
     @property
     def grid(self) -> tuple[int]:
-        """As many programs as run at once, or as there is work for."""
+        """As many programs as run at once, or as many as there are tiles."""
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
         return (programs(self.chip, self.tiling, work, self.groups),)
 
     def run(self, out: Tensor, pair: str = "none", act: str = "none", bias: Tensor | None = None,
             after: Tensor | None = None, v: Tensor | None = None, y: Tensor | None = None,
             v_bias: Tensor | None = None, gate: Tensor | None = None) -> None:
-        """Launch `product_kernel`; the arguments are its own."""
+        """Launch `product_kernel`; the arguments are those of the kernel."""
         if not self.groups.total:
             return
         x, w = self.x, self.w
-        if v is not None and v.stride() != w.stride():
+        if v is not None and v.stride() != w.stride():  # the kernel uses w's strides for both
             v = torch.empty_like(w).copy_(v)
         v_tiles = None if v is None else self._weights(v)[0]
-        if (v is not None) and v_tiles is None:  # one of them at an odd address
+        if (v is not None) and v_tiles is None:  # the kernel supports descriptors for both or none
             self.w_tiles = None
         y = None if y is None else y.contiguous()
         x_tiles, schedule = self.rows(x), SCHEDULES[self.groups.schedule]
         flat = self.tiling.flat and x_tiles is not None and self.w_tiles is not None
-        # of loops with two products or with gathered rows Triton 3.9 makes no valid code
+        # Triton 3.9 generates invalid code for loops with two products or with gathered rows.
         specialize = schedule.specialize and pair == act == "none" and x_tiles is not None
         gg.product_kernel[self.grid](
             x, x_tiles, pointer(y, x), None if y is None else self.rows(y),
@@ -148,10 +150,12 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Programs for `work` tiles: those that run at once, if there are so many tiles.
+    """Return the number of programs for `work` tiles: those that run at once, or fewer if work is
+    small.
 
-    Beside other kernels one a tile: those that run at once would each wait for their own tiles
-    where another kernel has a processor, and it for all of theirs.
+    If other kernels run at the same time, each tile gets a program. Persistent programs would wait
+    for their own tiles while another kernel occupies a multiprocessor, and the other kernel would
+    wait for all of their tiles.
     """
     if groups.beside:
         return max(1, work)
@@ -162,7 +166,9 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `act_backward_kernel`; see
+    `moe_plugin.kernels.expert_matmul.expert_matmul_act_backward`.
+    """
     p = _Product(grad, groups, w_LFD.transpose(1, 2), token_R, precision, extra=True)
     wide, rows = w_LFD.shape[1], groups.total
     grad_h, after = torch.empty_like(h_RF), torch.empty_like(h_RF)
@@ -180,7 +186,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, precision: str) -> Tensor:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `weight_kernel`; see `moe_plugin.kernels.expert_matmul.expert_weight_grad`."""
     out_LIO = x.new_empty(groups.number, x.shape[1], grad.shape[1])
     _weight_grads(x, (grad,), groups, x_token_R, grad_token_R, precision, (out_LIO,), False)
     return out_LIO
@@ -189,7 +195,8 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                            grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `weight_kernel`; see `moe_plugin.kernels.expert_matmul.expert_weight_grad_add`."""
+    # The kernel writes matrices in row order; other layouts need a temporary gradient.
     if not into_LIO.is_contiguous():
         return into_LIO.add_(
             expert_weight_grad(x, grad, groups, x_token_R, grad_token_R, precision))
@@ -200,7 +207,7 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
 def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups: RowGroups,
                             x_token_R: Tensor | None, precision: str,
                             into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `weight_kernel`; see `moe_plugin.kernels.expert_matmul.expert_weight_grad_pair`."""
     if into is None:
         out_LIO = x.new_empty(groups.number, x.shape[1], grad_RO.shape[1])
         outs = out_LIO, torch.empty_like(out_LIO)
@@ -217,7 +224,7 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
-    """Of one or two gradients of the same rows, which a tile then loads once."""
+    """Compute one or two gradients for the same rows, which a tile then loads only once."""
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
     gathers = x_token_R is not None or grad_token_R is not None
@@ -227,6 +234,7 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
     height = rows_of_a_part(chip, t, tiles, groups.total, _LEAST_PART)
     parts, table, work = [x] * len(grads), (x, x, x), groups.number * tiles
     if height is not None:
+        # Two slots for each `height` rows: one for a full part and one for a group's last part.
         slots = 2 * (groups.total // height + 1)
         parts = torch.empty(len(grads), slots, inner, outer, dtype=torch.float32,
                             device=x.device).unbind(0)
@@ -246,7 +254,7 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
         WHILE=INTERPRETED, BI=t.rows, BO=t.columns, BR=t.depth, num_warps=t.warps,
         num_stages=t.stages, **bounded_registers(WEIGHT_REGISTERS, chip))
     if height is not None:
-        # no more groups than this have more than `height` rows
+        # At most total // height groups have more than `height` rows.
         blocks = groups.total // height * triton.cdiv(inner * outer, JOINED)
         wg.join_kernel[(max(1, min(blocks, chip.processors * JOINING)),)](
             parts[0], parts[-1], outs[0], outs[-1], ends_L, lengths_L, height, inner * outer,
@@ -255,7 +263,7 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
 
 def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
-    """See `moe_plugin.kernels.expert_matmul`."""
+    """Launch `bias_grad_kernel`; see `moe_plugin.kernels.expert_matmul.expert_bias_grad`."""
     grad, wide = grad.contiguous(), grad.shape[1]
     out_LO = grad.new_empty(groups.number, wide)
     grid = triton.cdiv(wide, 128), groups.number

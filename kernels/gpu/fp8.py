@@ -1,6 +1,6 @@
-"""Block-scaled fp8 in Triton: one pass per block of a row finds its largest value and converts.
+"""Block-scaled fp8 in Triton: quantization of rows and weights, and products of fp8 operands.
 
-quantize_weights_fp8 and expert_matmul_fp8 in Triton.
+One pass per block of a row finds its largest value and converts all values.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ ROWS = 64 if INTERPRETED else 16
 
 @triton.jit
 def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """`value` as the codes that `codes` points to; NaN where it is not finite."""
+    """Convert `value` to the dtype that `codes` points to, with NaN where it is not finite."""
     code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
-    # the interpreter loses the carry into the exponent: round to even here, three mantissa bits
+    # The interpreter's conversion loses the carry into the exponent, so values are first rounded
+    # here to three mantissa bits, ties to even.
     if ROUND:
         bits = code.to(tl.int32, bitcast=True)
         code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     bits = code.to(codes.dtype.element_ty).to(tl.uint8, bitcast=True)
-    # e4m3's NaN: conversions differ in what they make of one
+    # e4m3's NaN is written as bits, because conversions treat NaN differently.
     bits = tl.where(finite, bits, 0x7F).to(tl.uint8)
     return bits.to(codes.dtype.element_ty, bitcast=True)
 
@@ -48,7 +49,8 @@ def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """codes = x / scale, scale = largest finite |x| of the block / LARGEST (1 for zeros).
+    """Compute codes = x / scale, with scale = largest finite |x| of the block / LARGEST (1 for
+    zeros).
 
     Values that are not finite become NaN.
     """
@@ -69,7 +71,7 @@ def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr
 @triton.jit
 def dequantize_kernel(codes, scales, out, rows, width, blocks, BR: tl.constexpr,
                       BLOCK: tl.constexpr):
-    """out = codes * scale."""
+    """Compute out = codes * scale."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
     d = b * BLOCK + tl.arange(0, BLOCK)
@@ -81,7 +83,7 @@ def dequantize_kernel(codes, scales, out, rows, width, blocks, BR: tl.constexpr,
 
 
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.fp8.quantize_fp8`."""
+    """Quantize rows in Triton; see `moe_plugin.kernels.fp8.quantize_fp8`."""
     rows, width = x_RD.shape
     blocks = triton.cdiv(width, block)
     codes_RD = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x_RD.device)
@@ -94,7 +96,7 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """See `moe_plugin.kernels.fp8.dequantize_fp8`."""
+    """Dequantize rows in Triton; see `moe_plugin.kernels.fp8.dequantize_fp8`."""
     (rows, width), blocks = codes_RD.shape, scales_RB.shape[1]
     out_RD = torch.empty(rows, width, dtype=dtype, device=codes_RD.device)
     if rows:
@@ -103,7 +105,7 @@ def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch
     return out_RD
 
 
-# few rows in the interpreter
+# Tests in the interpreter have few rows.
 _TILING = dataclasses.replace(FP8_TILING, rows=64) if INTERPRETED else FP8_TILING
 
 
@@ -111,7 +113,7 @@ _TILING = dataclasses.replace(FP8_TILING, rows=64) if INTERPRETED else FP8_TILIN
 def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_group, stride_i,
                             stride_o, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one group: its scale, and its codes transposed."""
+    """Quantize one block of one group: compute its scale and its codes, stored transposed."""
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide
     i = row * BLOCK + tl.arange(0, BLOCK)
@@ -123,6 +125,7 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
     largest = tl.max(tl.max(tl.where(finite, tl.abs(value), 0.0), 1), 0)
     scale = tl.where(largest > 0, tl.maximum(largest / LARGEST, SMALLEST), 1.0)
     code = to_e4m3(value / scale, finite, codes, LARGEST, ROUND)
+    # Codes are stored transposed, because matrix units read 8-bit operands along the sum.
     at = (group.to(tl.int64) * outer + o[None, :]) * inner + i[:, None]
     tl.store(codes + at, code, mask=inside)
     tl.store(scales + (group * high + row) * wide + column, scale)
@@ -133,7 +136,7 @@ def fp8_tile(t, x, x_tiles, scales, token, w, w_tiles, w_scales, bias, out, tile
              tiles, ends, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
              GATHER: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
              BLOCK: tl.constexpr):
-    """Tile number t of `fp8_product_kernel`."""
+    """Compute tile number t of `fp8_product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BLOCK), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BLOCK
@@ -148,7 +151,8 @@ def fp8_tile(t, x, x_tiles, scales, token, w, w_tiles, w_scales, bias, out, tile
         theirs = tl.load(w_scales + (group * steps + step) * tl.cdiv(wide, BLOCK) + pn)
         if UPCAST:
             a, b = a.to(tl.float32), b.to(tl.float32)
-        # a fresh sum for each scale: the matrix units add fewer bits than float32 has
+        # A new sum for each scale, added in float32, because the matrix units accumulate with fewer
+        # bits than float32.
         total += tl.dot(a, b) * (mine * theirs)[:, None]
     total = with_bias(total, bias, group, n, wide, BIAS)
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
@@ -162,7 +166,7 @@ def fp8_product_kernel(x, x_tiles, scales, token, w, w_tiles, w_scales, bias, ou
                        K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
                        UPCAST: tl.constexpr, WHILE: tl.constexpr, BM: tl.constexpr,
                        BLOCK: tl.constexpr):
-    """out = (x scales)[token] (w w_scales) + bias."""
+    """Compute out = (x scales)[token] (w w_scales) + bias."""
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BLOCK)
     if WHILE:
@@ -180,7 +184,7 @@ def fp8_product_kernel(x, x_tiles, scales, token, w, w_tiles, w_scales, bias, ou
 
 
 def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.fp8.quantize_weights_fp8`."""
+    """Quantize weights in Triton; see `moe_plugin.kernels.fp8.quantize_weights_fp8`."""
     groups, inner, outer = w_LIO.shape
     high, wide = triton.cdiv(inner, BLOCK), triton.cdiv(outer, BLOCK)
     codes_LOI = torch.empty(groups, outer, inner, dtype=torch.float8_e4m3fn, device=w_LIO.device)
@@ -196,7 +200,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """See `moe_plugin.kernels.fp8.expert_matmul_fp8`."""
+    """Multiply fp8 operands in Triton; see `moe_plugin.kernels.fp8.expert_matmul_fp8`."""
     inner, wide = codes_LIO.shape[1:]
     out_RO = torch.empty(groups.total, wide, dtype=dtype, device=codes.device)
     if not groups.total:
@@ -205,7 +209,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
     x_tiles = w_tiles = None
     if chip.copies_tiles:
         w_tiles, transposed = weight_tiles(codes_LIO, t.depth, t.columns)
-        w_tiles = w_tiles if transposed else None  # the kernel reads them along the sum
+        w_tiles = w_tiles if transposed else None  # the kernel reads tiles along the sum only
         x_tiles = row_tiles(codes, (t.rows, t.depth)) if token_R is None else None
     table = groups.tiles(t.rows)
     work = table[0].numel() * triton.cdiv(wide, BLOCK)

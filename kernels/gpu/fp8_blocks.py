@@ -1,7 +1,7 @@
-"""`expert_matmul_blocks` in blocks of 128 by the Triton product of fp8 operands.
+"""`expert_matmul_blocks` with blocks of 128, computed by the Triton product of fp8 operands.
 
-A power of two is a float32 scale, so the operands are those of `kernels.fp8`: the codes as they
-are, for rows and weights in e4m3 (not for gradients in e5m2).
+A power of two is a valid float32 scale, so the codes can be passed to `kernels.fp8` unchanged. This
+works for rows and weights in e4m3, but not for gradients in e5m2.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moe_plugin.kernels.groups import RowGroups
 
 def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
             token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Why it does not take these arguments; None where it does."""
+    """Return why this implementation does not support these arguments, or None if it does."""
     if {x_blocks.block, w_blocks.block} != {BLOCK}:
-        return f"blocks of {x_blocks.block}: it has {BLOCK}"
+        return f"blocks of {x_blocks.block}, but only {BLOCK} are supported"
     if {x_blocks.codes.dtype, w_blocks.codes.dtype} != {torch.float8_e4m3fn}:
-        return "e5m2 codes: both operands are e4m3"
+        return "e5m2 codes, but only e4m3 is supported"
     return expert_matmul_fp8.why_not("triton", x_blocks.codes, groups, w_blocks.codes, b_LO,
                                      token_R, x_blocks.scales.new_empty(0, dtype=dtype))
 
@@ -30,14 +30,14 @@ def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor 
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """See `kernels.block_products.expert_matmul_blocks`."""
-    scales_LOB = power(w_blocks.scales)  # of 128 outputs the same
+    """Compute rows w + b in Triton; see `kernels.block_products.expert_matmul_blocks`."""
+    scales_LOB = power(w_blocks.scales)  # 128 consecutive outputs share a scale
     return expert_matmul_fp8(
         _codes(x_blocks), power(x_blocks.scales), groups, _codes(w_blocks).transpose(1, 2),
         scales_LOB[:, ::BLOCK].transpose(1, 2).contiguous(), b_LO, token_R, dtype)
 
 
 def _codes(blocks: Blocks) -> Tensor:
-    """Without the zeros at the end of the last block."""
-    codes = blocks.codes.view(torch.uint8)[..., :blocks.width]  # fp8 has few operations
+    """Return the codes without the padding of the last block."""
+    codes = blocks.codes.view(torch.uint8)[..., :blocks.width]  # torch lacks most fp8 operations
     return codes.contiguous().view(blocks.codes.dtype)

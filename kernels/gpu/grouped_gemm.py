@@ -1,9 +1,10 @@
-"""Grouped products over rows in Triton: gather while loading, activation before storing.
+"""Grouped products over rows in Triton, with gather while loading and activation before storing.
 
-A tile is BM rows of one group times BN columns; a table made on the device (`tile_table`) says
-which group and which rows. As many programs as run at once work through this flat list of tiles.
-Weights, and rows that need no gathering, are copied tile by tile (TMA) where the GPU can. Sums are
-float32 in one order: the result is the same every time.
+A tile is BM rows of one group times BN columns. A table computed on the device (`tile_table`)
+contains the group and the first row of each tile. The launch has as many programs as run at once,
+and these programs process the flat list of tiles. If the GPU supports TMA, weights and rows that
+need no gathering are copied tile by tile. Sums are float32 in a fixed order, so the result is
+always the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.gpu.common import activate, activation_grad
 
-# Tensors that the GPU copies by tile (TMA descriptors), where Triton and the tensor allow it.
+# TMA descriptors let the GPU copy tiles of a tensor, if Triton and the tensor allow it.
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # before Triton 3.4
@@ -26,15 +27,15 @@ except ImportError:  # before Triton 3.4
 
 
 def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
-    """Descriptor of rows [R, I] by tiles of `tile`, or None where there can be none."""
+    """Return a descriptor of rows [R, I] with tiles of `tile`, or None if that is not possible."""
     return _made(x_RI, tile)
 
 
 def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
-    """(descriptor or None, transposed) of weights [L, I, O].
+    """Return (descriptor or None, transposed) for weights [L, I, O].
 
-    Tiles of [1, depth, columns]; of a transposed view, whose memory is [L, O, I], tiles of
-    [1, columns, depth].
+    The tiles are [1, depth, columns]. For a transposed view with memory [L, O, I] they are [1,
+    columns, depth].
     """
     if w_LIO.stride(2) == 1:
         return _made(w_LIO, (1, depth, columns)), False
@@ -42,7 +43,9 @@ def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
 
 
 def _made(x: Tensor, tile: Sequence[int]) -> Any:
-    """TMA wants 16-byte addresses and strides, and a contiguous last dimension."""
+    """Return a descriptor, or None. TMA requires 16-byte addresses and strides, and a contiguous
+    last axis.
+    """
     step = 16 // x.element_size()
     if TensorDescriptor is None or x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
         return None
@@ -52,16 +55,17 @@ def _made(x: Tensor, tile: Sequence[int]) -> Any:
 
 
 def copies_tiles(tensor: Tensor, chip_copies: bool) -> bool:
-    """Whether descriptors are worth making: the chip has TMA, and 2-byte or 4-byte values."""
+    """Return whether descriptors are useful: the chip has TMA, and values have 2 or 4 bytes."""
     return chip_copies and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
 def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile) of tile number t.
+    """Return (row tile, column tile) of tile number t.
 
-    GROUP row tiles go through the columns together, so that weights stay in L2.
+    GROUP row tiles pass through the columns together, so that weights stay in L2.
     """
+    # Without groups, each row tile would read all weights from memory again.
     width = GROUP * columns
     first = (t // width) * GROUP
     size = tl.minimum(rows_of_tiles - first, GROUP)
@@ -70,9 +74,10 @@ def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
-    """Of row tile pm: (group, first row, rows r, inside, at, live).
+    """Return (group, first row, rows r, inside, at, live) of row tile pm.
 
-    inside: which r are in the group. at: the rows of x that they take. live: which of these exist.
+    inside: which rows r belong to the group. at: the rows of x that the rows r read. live: which of
+    these rows of x exist.
     """
     group = tl.load(tile_group + pm)
     first = tl.load(tile_row + pm)
@@ -88,9 +93,10 @@ def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.
 
 @triton.jit
 def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.constexpr):
-    """[BM, BK] of x [., K] from column `start`.
+    """Load [BM, BK] of x [., K] from column `start`.
 
-    Tiles also hold rows of the next group: they only reach rows of the result that nobody stores.
+    Copied tiles may contain rows of the next group. These rows only influence result rows that are
+    not stored.
     """
     if x_tiles is None:
         k = start + tl.arange(0, BK)
@@ -104,11 +110,12 @@ def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.conste
 @triton.jit
 def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """[BK, BN] of w [L, K, wide] of one group, zeros outside."""
+    """Load [BK, BN] of w [L, K, wide] of one group, with zeros outside."""
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)
-        # The start of the tile takes 64 bits. Offsets inside it take 32, because 64 would spill.
+        # The start of the tile needs 64 bits. Offsets inside the tile use 32 bits, because 64-bit
+        # offsets would spill registers.
         corner = w + group.to(tl.int64) * stride_group + tl.cast(
             start, tl.int64) * stride_k + column.to(tl.int64) * stride_n
         b = tl.load(corner + tl.arange(0, BK)[:, None] * stride_k +
@@ -123,7 +130,7 @@ def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k,
 
 @triton.jit
 def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b."""
+    """Return total + a b."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
@@ -133,7 +140,7 @@ def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
 def accumulate(total, x, x_tiles, first, at, live, w, w_tiles, group, column, wide, stride_group,
                stride_k, stride_n, K: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """float32 [BM, BN]: total + rows of x times w; rows that are not live count as zero."""
+    """Return total + rows of x times w, float32 [BM, BN]. Rows that are not live count as zero."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
@@ -147,7 +154,7 @@ def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_
                    column, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
                    TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr):
-    """(total + x w, second + x v): the rows are loaded once."""
+    """Return (total + x w, second + x v), loading the rows only once."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
@@ -161,7 +168,7 @@ def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_
 
 @triton.jit
 def with_bias(total, bias, group, n, wide, BIAS: tl.constexpr):
-    """total + bias of the group."""
+    """Return total + bias of the group."""
     if BIAS:
         total += tl.load(bias + group * wide + n, mask=n < wide, other=0.0).to(tl.float32)[None, :]
     return total
@@ -169,7 +176,7 @@ def with_bias(total, bias, group, n, wide, BIAS: tl.constexpr):
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right columns of x [BM, BN]."""
+    """Return the left and the right columns of x [BM, BN]."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -177,12 +184,12 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
            BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
            BC: tl.constexpr):
-    """Store BC columns of a product and of what is made of it."""
+    """Store BC columns of a product, and of the values computed from it."""
     n = column + tl.arange(0, BC)
-    # offsets inside the tile take 32 bits; 64 would spill
+    # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
     written = (inside[:, None] & (n < wide)[None, :]) != 0
-    # backward will see the rounded values: activate those
+    # Backward reads the rounded values, so the activation uses them too.
     rounded = with_bias(total, bias, group, n, wide, BIAS).to(out.dtype.element_ty)
     tl.store(out + tile + where, rounded, mask=written)
     if PAIR == "gate":
@@ -199,7 +206,7 @@ def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, i
 def finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
                  BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
                  BC: tl.constexpr, SPLIT: tl.constexpr):
-    """`finish` of BC columns in 1 or 2 parts, one after the other."""
+    """Call `finish` for BC columns in 1 or 2 parts, one after the other."""
     if SPLIT == 2:
         total, right = halves(total, BM, BC)
         second, second_right = halves(second, BM, BC)
@@ -219,7 +226,7 @@ def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias,
                  ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                  PRECISION: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr):
-    """Tile number t of `product_kernel`."""
+    """Compute tile number t of `product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BN
@@ -240,7 +247,7 @@ def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias,
                                BN, BK)
         second = total
     if BN >= 128:
-        # the values that are made of a whole tile would spill
+        # Stored in halves, because the values computed from a whole tile would spill registers.
         total, total_right = halves(total, BM, BN)
         second, second_right = halves(second, BM, BN)
         finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside,
@@ -260,16 +267,16 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
                    PRECISION: tl.constexpr, SPLIT: tl.constexpr, WHILE: tl.constexpr,
                    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, BM: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr):
-    """out = x[token] w + bias, and by PAIR and ACT:
+    """Compute out = x[token] w + bias and, depending on PAIR and ACT, further results.
 
-    "none": after = act(out), with an ACT. "gate": gate = x[token] v + v_bias, after = act(gate)
-    out. "sum": out += y v. w, v: [L, K, wide] of equal strides. The tiles arguments are
-    descriptors of the same tensors, or None. FLATTEN: see `tilings.Tiling`; SPLIT and SPECIALIZE:
-    `kernels.groups`.
+    "none": with an ACT, after = act(out). "gate": gate = x[token] v + v_bias, and after = act(gate)
+    out. "sum": out += y v. w and v are [L, K, wide] with equal strides. The tiles arguments are
+    descriptors of the same tensors, or None. For FLATTEN see `tilings.Tiling`, for SPLIT and
+    SPECIALIZE see `kernels.groups`.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)
-    # some versions of the interpreter reject a range with bounds known only at run time
+    # Some versions of the interpreter reject a range with bounds known only at run time.
     if WHILE:
         t = tl.program_id(0)
         while t < number:
@@ -278,7 +285,7 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
                          stride_k, stride_n, K, GATHER, BIAS, PAIR, ACT, TRANSPOSED, UPCAST,
                          PRECISION, SPLIT, BM, BN, BK)
             t += tl.num_programs(0)
-    elif FLATTEN:  # words that Triton 3.2 does not know
+    elif FLATTEN:  # Triton 3.2 does not support these keywords
         for t in tl.range(tl.program_id(0), number, tl.num_programs(0), flatten=True,
                           warp_specialize=SPECIALIZE):
             product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, v_bias,
@@ -296,11 +303,13 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 @triton.jit
 def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside, wide,
                     ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Store BC columns of the gradients and of scale times the recomputed value, which are all that
-    the last weight's gradient reads; the row dots of u with that value.
+    """Store BC columns of the gradients and of scale times the recomputed value; return row dots.
+
+    The last weight's gradient reads only the scaled value. The row dots are those of u with the
+    unscaled value.
     """
     n = column + tl.arange(0, BC)
-    # offsets inside the tile take 32 bits; 64 would spill
+    # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
     written = (inside[:, None] & (n < wide)[None, :]) != 0
     s = u * scale_r[:, None]
@@ -308,7 +317,7 @@ def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile,
         before = tl.load(gate + tile + where, mask=written, other=0.0).to(tl.float32)
         open_ = activate(before, ACT)
         tl.store(grad_h + tile + where, (s * open_).to(grad_h.dtype.element_ty), mask=written)
-        # loaded only here: one more live tile would spill
+        # Loaded late, because one more live tile would spill registers.
         mine = tl.load(h + tile + where, mask=written, other=0.0).to(tl.float32)
         grad_inner = s * mine * activation_grad(before, ACT)
         tl.store(grad_gate + tile + where, grad_inner.to(grad_gate.dtype.element_ty), mask=written)
@@ -318,7 +327,7 @@ def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile,
         value = activate(mine, ACT)
         grad_inner = s * activation_grad(mine, ACT)
         tl.store(grad_h + tile + where, grad_inner.to(grad_h.dtype.element_ty), mask=written)
-    # the forward pass has multiplied the rounded value by the last weight
+    # Rounded, because the forward pass multiplied the rounded value by the last weight.
     value = value.to(after.dtype.element_ty).to(tl.float32)
     scaled = value * scale_r[:, None]
     tl.store(after + tile + where, scaled.to(after.dtype.element_ty), mask=written)
@@ -332,7 +341,7 @@ def act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, gr
                       SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
                       TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                       BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Tile number t of `act_backward_kernel`."""
+    """Compute tile number t of `act_backward_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BN
@@ -344,7 +353,7 @@ def act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, gr
     if SCALED:
         scale_r = tl.load(scale + r, mask=inside, other=0.0).to(tl.float32)
     if BN >= 64:
-        # its epilogue has more values than the others'
+        # Halves already from 64 columns, because this epilogue has more live values than `finish`.
         u, right = halves(u, BM, BN)
         dot = finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside,
                               wide, ACT, GATED, BM, BN // 2)
@@ -353,6 +362,7 @@ def act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, gr
     else:
         dot = finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside,
                               wide, ACT, GATED, BM, BN)
+    # A partial sum per column tile, because atomic additions would have no fixed order.
     tl.store(dots + pn.to(tl.int64) * rows + r, dot, mask=inside)
 
 
@@ -364,7 +374,7 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                         TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                         WHILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                         BK: tl.constexpr):
-    """See expert_matmul_act_backward.
+    """Compute `expert_matmul_act_backward`.
 
     dots: [column tiles, R], one partial sum per tile.
     """

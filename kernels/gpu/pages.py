@@ -1,7 +1,7 @@
-"""write_pages and read_pages in Triton: only runs that have a slot are read or written.
+"""write_pages and read_pages in Triton, which access only runs that have a slot.
 
-The pages of the host lie in pinned memory, which the kernels reach over the bus: the device decides
-what goes there, and no host waits.
+The pages of the host are in pinned memory, which the kernels access over the bus. The device
+decides which runs go there, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ BLOCK = 2048
 
 @triton.jit
 def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
-    """Block j of run i of x to its slot."""
-    # one axis for both: the other axes of a grid end at 65,535
+    """Copy block j of run i of x to its slot."""
+    # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)
     run = tl.program_id(0) // blocks
     at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # a vector: some versions refuse a scalar condition with a vector of them
+    # A vector, because some versions cannot combine a scalar condition with a vector.
     slot = tl.load(record + run) + at * 0
     source = run.to(tl.int64) * size + at
     inside = at < size
@@ -32,12 +32,12 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 
 @triton.jit
 def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
-    """Block j of run i of out from its slot, untouched without one; NaN where not `enough`."""
-    # one axis for both: the other axes of a grid end at 65,535
+    """Copy block j of run i from its slot to out, or leave out unchanged; NaN if not `enough`."""
+    # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)
     run = tl.program_id(0) // blocks
     at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # a vector: some versions refuse a scalar condition with a vector of them
+    # A vector, because some versions cannot combine a scalar condition with a vector.
     slot = tl.load(record + run) + at * 0
     target = run.to(tl.int64) * size + at
     inside = ((at < size) & (target < length)) != 0
@@ -52,7 +52,7 @@ def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl
 
 
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
-    """See `moe_plugin.kernels.groups.write_pages`."""
+    """Copy runs to their slots in Triton; see `moe_plugin.kernels.groups.write_pages`."""
     size = pages_SP.shape[1]
     if x_N.shape[0]:
         write_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](
@@ -63,7 +63,7 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 
 def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
                enough: Tensor) -> Tensor:
-    """See `moe_plugin.kernels.groups.read_pages`."""
+    """Copy runs from their slots in Triton; see `moe_plugin.kernels.groups.read_pages`."""
     size, x_N = pages_SP.shape[1], pages_SP.new_empty(length)
     if length:
         read_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](

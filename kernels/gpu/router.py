@@ -1,6 +1,6 @@
 """route_top_k and its gradient in Triton.
 
-A tile of tokens by all experts is in registers, and k argmax passes run over it.
+A tile of tokens with all experts stays in registers, and k argmax passes run over it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_plugin.kernels.scores import ADDED
 
 @triton.jit
 def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
-    """max(total + ADD, LEAST); NaN stays NaN, as in torch.clamp."""
+    """Return max(total + ADD, LEAST); NaN stays NaN, as in torch.clamp."""
     raised = total + ADD
     return tl.where(raised < LEAST, LEAST, raised)
 
@@ -31,14 +31,14 @@ def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """The scores of each token's best groups of experts; -inf elsewhere."""
+    """Return the scores of each token's best groups of experts, and -inf elsewhere."""
     size = experts // GROUPS
     g = tl.arange(0, BG)
     scores = tl.full([BT, BG], -float("inf"), tl.float32)
     for number in range(GROUPS):
         mine = ((e // size == number) & (e < experts))[None, :]
         total = tl.zeros([BT], tl.float32)
-        if BEST == 0:  # all of them
+        if BEST == 0:  # all scores of the group count
             total += tl.sum(tl.where(mine, left, 0.0), 1)
         else:
             rest = tl.where(mine, left, -float("inf"))
@@ -64,17 +64,19 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
                  GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr, ADD: tl.constexpr,
                  LEAST: tl.constexpr, SHARE: tl.constexpr,
                  BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """sums: [programs, E + 2], partial sums: importance, z, p log p.
+    """Compute `route_top_k` for a tile of tokens.
 
-    The caller adds them in a fixed order. BEST: scores that count for a group, 0: all.
+    sums: [programs, E + 2], partial sums of importance, z and p log p, which the caller adds in a
+    fixed order. BEST: number of scores that count for a group, 0 for all.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = ((t < tokens)[:, None] & (e < experts)[None, :]) != 0
     x = tl.load(logits + t.to(tl.int64)[:, None] * experts + e[None, :], mask=inside,
                 other=-float("inf"))
-    # a harmless row past the end
+    # Rows past the end get one finite value, because -inf - (-inf) would give NaN below.
     x = tl.where((t < tokens)[:, None], x, tl.where(e[None, :] == 0, 0.0, -float("inf")))
+    # Subtracting the largest logit prevents that exp overflows.
     top = tl.max(x, 1)
     grown = tl.exp(x - top[:, None])
     total = tl.sum(grown, 1)
@@ -92,24 +94,26 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
     mine = sums + tl.program_id(0) * (experts + 2)
     tl.store(mine + e, tl.sum(p * real[:, None], 0), mask=e < experts)
     tl.store(mine + experts, tl.sum(real * lse * lse, 0))
+    # 0 log 0 counts as 0.
     spread = tl.sum(p * tl.log(tl.where(p > 0, p, 1.0)), 1)
     tl.store(mine + experts + 1, tl.sum(real * spread, 0))
     left = score
     if BIASED:
         left += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
-    # NaN equals nothing, so that no expert would be found: it is the largest, as in torch.argmax
+    # NaN counts as the largest score, as in torch.argmax. NaN equals no value, so that without this
+    # line no expert would be found.
     left = tl.where(left != left, float("inf"), left)
     left = tl.where((e < experts)[None, :], left, -float("inf"))
     if GROUPS > 0:
         left = in_best_groups(left, e, experts, GROUPS, TAKE, BEST, BT, BE, BG)
-    order = tl.full([BT, BE], -1, tl.int32)  # which choice an expert is
+    order = tl.full([BT, BE], -1, tl.int32)  # the number of the choice for which an expert is used
     chosen_sum = tl.zeros([BT], tl.float32)
     for j in range(K):
         if GIVEN:
             best = tl.load(chosen + t * K + j, mask=t < tokens, other=0).to(tl.int32)
         else:
             largest = tl.max(left, 1)
-            # of equal scores the lower index
+            # Ties go to the lower index.
             best = tl.min(tl.where(left == largest[:, None], e[None, :], BE), 1)
         hit = e[None, :] == best[:, None]
         value = tl.sum(tl.where(hit, score, 0.0), 1)
@@ -119,6 +123,7 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
         tl.store(ids + t * K + j, best.to(tl.int64), mask=t < tokens)
         if not NORMALIZE:
             tl.store(weights + t * K + j, value, mask=t < tokens)
+    # A second pass over the choices, because the divisor is known only after the first pass.
     if NORMALIZE:
         for j in range(K):
             value = tl.sum(tl.where(order == j, score, 0.0), 1)
@@ -132,7 +137,7 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
                           OF_Z: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
                           ADD: tl.constexpr, LEAST: tl.constexpr, SHARE: tl.constexpr,
                           BT: tl.constexpr, BE: tl.constexpr):
-    """See route_top_k_backward."""
+    """Compute `route_top_k_backward` for a tile of tokens."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = ((t < tokens)[:, None] & (e < experts)[None, :]) != 0
@@ -156,15 +161,15 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
         if SIGMOID:
             g *= 1.0 - score
     if OF_WEIGHTS:
-        total = tl.zeros([BT], tl.float32)  # of the chosen scores
-        pulled = tl.zeros([BT], tl.float32)  # sum of weight times its gradient
+        total = tl.zeros([BT], tl.float32)  # sum of the chosen scores
+        pulled = tl.zeros([BT], tl.float32)  # sum of each weight times its gradient
         for j in range(K):
             best = tl.load(ids + t * K + j, mask=t < tokens, other=0).to(tl.int32)
             gw = tl.load(grad_weights + t * K + j, mask=t < tokens, other=0.0)
             total += tl.sum(tl.where(e[None, :] == best[:, None], score, 0.0), 1)
             pulled += gw * tl.load(weights + t * K + j, mask=t < tokens, other=0.0)
-        shared = tl.zeros([BT], tl.float32)  # what a sum that is a divisor takes back
-        outside = pulled  # what a softmax takes back from all logits
+        shared = tl.zeros([BT], tl.float32)  # part that the divisor subtracts from each choice
+        outside = pulled  # part that the softmax subtracts from all logits
         if NORMALIZE:
             raised = total + ADD
             shared = tl.where(raised < LEAST, 0.0, pulled)
@@ -192,7 +197,7 @@ def _tile(experts: int, values: int) -> tuple[int, int]:
 
 def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | None,
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor, ...]:
-    """See `moe_plugin.kernels.router.route_top_k`."""
+    """Route in Triton; see `moe_plugin.kernels.router.route_top_k`."""
     (tokens, experts), device, k = logits_TE.shape, logits_TE.device, rule.k
     bt, be = _tile(experts, ROUTER_VALUES)
     programs = triton.cdiv(tokens, bt)
@@ -216,11 +221,11 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          weights_TK: Tensor, lse_T: Tensor, grad_weights_TK: Tensor | None,
                          grad_importance_E: Tensor | None, grad_z: Tensor | None, rule: Rule,
                          sure: bool) -> Tensor:
-    """See `moe_plugin.kernels.router.route_top_k_backward`."""
+    """Compute the gradient in Triton; see `moe_plugin.kernels.router.route_top_k_backward`."""
     (tokens, experts), k = logits_TE.shape, ids_TK.shape[1]
     out_TE = torch.empty(tokens, experts, device=logits_TE.device)
     bt, be = _tile(experts, ROUTER_VALUES_BACKWARD)
-    # of more experts a thread has more values than the bound is made for
+    # With more experts a thread has more values than this bound allows without spilling.
     bound = bounded_registers(ROUTER_REGISTERS_BACKWARD) if be <= ROUTER_VALUES else {}
     if tokens:
         grads = grad_weights_TK, grad_importance_E, grad_z
@@ -234,5 +239,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
 
 
 def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """`tensor`, contiguous; a kernel's unused pointer argument also needs some tensor."""
+    """Return `tensor`, contiguous, or a stand-in, because unused pointer arguments also need a
+    tensor.
+    """
     return stand_in if tensor is None else tensor.reshape(-1).contiguous()

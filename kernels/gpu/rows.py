@@ -1,6 +1,6 @@
-"""take_rows, sum_rows and dot_rows in Triton.
+"""take_rows, sum_rows, dot_rows, take_values and transpose_chunks in Triton.
 
-Each reads every needed row once, writes once, and sums in choice order.
+Each kernel reads every needed row once, writes once, and sums in the order of choices.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ BLOCK = 2048
 
 @triton.jit
 def chunk_kernel(x, out, OUTER, INNER, length, BLOCK: tl.constexpr):
-    """out chunk (i, o) = x chunk (o, i); a chunk is `length` values."""
-    chunk = tl.program_id(1)  # of the output
+    """Copy x chunk (o, i) to out chunk (i, o). A chunk has `length` values."""
+    chunk = tl.program_id(1)  # chunk of the output
     o = chunk % OUTER
     i = chunk // OUTER
-    # the grid's long dimension: chunks may be long, and there are few
+    # Positions use the first axis of the grid, the only long one: chunks may be long, but are few.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + (o * INNER + i).to(tl.int64) * length + at, mask=at < length, other=0.0)
     tl.store(out + chunk.to(tl.int64) * length + at, value, mask=at < length)
 
 
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """See `moe_plugin.kernels.groups.transpose_chunks`."""
+    """Transpose chunks in Triton; see `moe_plugin.kernels.groups.transpose_chunks`."""
     x = x.contiguous()
     out = x.new_empty(x.shape)
     length = x.numel() // (outer * inner)
@@ -40,9 +40,10 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
 @triton.jit
 def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
                 BR: tl.constexpr, BD: tl.constexpr):
-    """out[r] = weights[source r] * x[source r // K], 0 for source -1."""
+    """Compute out[r] = weights[source r] * x[source r // K], or 0 for source -1."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
+    # Offsets of rows use 64 bits in all kernels below, because rows * width may exceed 32 bits.
     choice = tl.load(source + r, mask=r < rows, other=-1)
     inside = ((choice >= 0)[:, None] & (d < width)[None, :]) != 0
     value = tl.load(x + (choice // K).to(tl.int64)[:, None] * width + d[None, :], mask=inside,
@@ -58,9 +59,10 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """out[t] = sum_j weights[t, j] * rows[position[t, j]], float32 sums in the order of j.
+    """Compute out[t] = sum_j weights[t, j] * rows[position[t, j]], with float32 sums in the order
+    of j.
 
-    Choices without a row are left out.
+    Choices without a row are skipped.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -82,7 +84,7 @@ def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
 @triton.jit
 def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl.constexpr,
                BT: tl.constexpr, BD: tl.constexpr):
-    """out[t, j] = <grad[t], rows[position[t, j]]>, 0 without a row."""
+    """Compute out[t, j] = <grad[t], rows[position[t, j]]>, or 0 without a row."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     for j in tl.static_range(K):
         row = tl.load(position + t * K + j, mask=t < tokens, other=-1)
@@ -100,19 +102,19 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
 
 @triton.jit
 def value_kernel(values, index, out, number, length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out[m] = sum_c values[c, index[m]], 0 for -1; number: of values in a part."""
+    """Compute out[m] = sum_c values[c, index[m]], or 0 for index -1. number: values per part."""
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + m, mask=m < length, other=-1)
     total = tl.load(values + at, mask=at >= 0, other=0.0)
     for _ in range(1, PARTS):
-        values += number  # the pointer moves, because part * number may not fit 32 bits
+        values += number  # advancing the pointer avoids part * number, which may exceed 32 bits
         total += tl.load(values + at, mask=at >= 0, other=0.0)
     tl.store(out + m, total, mask=m < length)
 
 
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """See `moe_plugin.kernels.rows.take_rows`."""
+    """Gather rows in Triton; see `moe_plugin.kernels.rows.take_rows`."""
     rows, width = source_R.numel(), x_TD.shape[1]
     out_RD = x_TD.new_empty(rows, width)
     if x_TD.shape[0] == 0 or rows == 0:
@@ -127,7 +129,7 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
 
 def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
              complete: bool = False) -> Tensor:
-    """See `moe_plugin.kernels.rows.sum_rows`."""
+    """Sum rows in Triton; see `moe_plugin.kernels.rows.sum_rows`."""
     (tokens, k), width = position_TK.shape, rows_RD.shape[1]
     out_TD = rows_RD.new_empty(tokens, width)
     if rows_RD.shape[0] == 0 or tokens == 0:
@@ -141,7 +143,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 
 def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
-    """See `moe_plugin.kernels.rows.take_values`."""
+    """Gather values in Triton; see `moe_plugin.kernels.rows.take_values`."""
     out, (parts, number) = values_CN.new_empty(index.shape), values_CN.shape
     if index.numel():
         block = 1 << 12 if INTERPRETED else 256
@@ -152,7 +154,7 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """See `moe_plugin.kernels.rows.dot_rows`."""
+    """Compute row dots in Triton; see `moe_plugin.kernels.rows.dot_rows`."""
     (tokens, k), width = position_TK.shape, rows_RD.shape[1]
     out_TK = torch.empty(tokens, k, dtype=torch.float32, device=rows_RD.device)
     if rows_RD.shape[0] == 0 or tokens == 0:

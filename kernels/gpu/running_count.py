@@ -1,6 +1,7 @@
 """running_count, sorted_choices and choice_load in Triton, in passes over blocks of choices.
 
-No tensor is [N, E]: within a block every choice is compared with the earlier ones.
+No tensor of size [N, E] is needed, because each choice is compared with the earlier choices of its
+block.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256
-STEP = 32  # choices that a block is compared with at once
+STEP = 32  # number of choices with which a block is compared at once
 
 
 @triton.jit
 def expert_of(ids, n, number, experts):
-    """ids[n], -1 behind the last one. A number that no expert has counts as -1, so that nothing is
-    written outside of the results. Who brings the numbers checks them.
+    """Return ids[n], or -1 behind the last choice.
+
+    An id that is no expert counts as -1, so that no kernel writes outside the results. The caller
+    must check the ids.
     """
     mine = tl.load(ids + n, mask=n < number, other=-1)
     return tl.where(mine < experts, mine, -1).to(tl.int32)
@@ -25,7 +28,10 @@ def expert_of(ids, n, number, experts):
 
 @triton.jit
 def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
-    """counts[e, block] += how often e occurs in the block; whole numbers add up in any order."""
+    """Count how often each expert e occurs in the block: counts[e, block].
+
+    Atomic additions of integers give the same result in any order.
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)
     tl.atomic_add(counts + mine * tl.num_programs(0) + tl.program_id(0), 1, mask=mine >= 0)
@@ -34,27 +40,31 @@ def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
 @triton.jit
 def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
                 SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """ranks[n]: how often its id occurs before, -1 for id -1; SORTED: the row of choice n, and
-    source[row] = n, -1 behind the last row. through: [e, block], counts up to and with each block.
+    """Compute ranks[n], the number of earlier choices with the same id, or -1 for id -1.
+
+    With SORTED, ranks[n] is the row of choice n, and source[row] = n, or -1 behind the last row.
+    through: [e, block], counts up to and including each block.
     """
     block = tl.program_id(0)
     first = block * BLOCK
     n = first + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, EXPERTS)
     blocks = tl.num_programs(0)
+    # Occurrences in the blocks before: the running total minus the count of this block.
     at = mine * blocks + block
     rank = tl.load(through + at, mask=mine >= 0, other=0) - tl.load(counts + at, mask=mine >= 0,
                                                                     other=0)
+    # In steps, because a tile of BLOCK x BLOCK comparisons would not fit into registers.
     for start in range(0, BLOCK, STEP):
         m = first + start + tl.arange(0, STEP)
         other = tl.load(ids + m, mask=m < number, other=-1).to(tl.int32)
         same = ((other[None, :] == mine[:, None]) & (m[None, :] < n[:, None])) != 0
         rank += tl.sum(same.to(tl.int32), 1)
-    total = tl.sum(tl.zeros([STEP], tl.int32), 0)  # rows of the experts before
+    total = tl.sum(tl.zeros([STEP], tl.int32), 0)  # number of rows of the experts before
     for start in range(0, EXPERTS, STEP):
         e = start + tl.arange(0, STEP)
         count = tl.load(through + e * blocks + blocks - 1, mask=e < EXPERTS, other=0)
-        # the first program alone
+        # Only the first program stores the counts, which are the same in all programs.
         tl.store(count_out + e, count.to(tl.int64), mask=e + block * EXPERTS < EXPERTS)
         if SORTED:
             before = total + tl.cumsum(count, 0) - count
@@ -69,20 +79,21 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 @triton.jit
 def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    """load[n % K, ids[n]] += 1; whole numbers add up in any order."""
+    """Add 1 to load[n % K, ids[n]]. Atomic additions of integers give the same result in any order.
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)
     tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)
 
 
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """See `moe_plugin.kernels.choices.running_count`."""
+    """Count in Triton; see `moe_plugin.kernels.choices.running_count`."""
     _, ranks_N, count_E = _ranks(ids_N, experts, False)
     return ranks_N, count_E
 
 
 def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `moe_plugin.kernels.choices.sorted_choices`."""
+    """Sort choices in Triton; see `moe_plugin.kernels.choices.sorted_choices`."""
     source_N, position_N, count_E = _ranks(ids_TK.reshape(-1), experts, True)
     return source_N, position_N.view(ids_TK.shape), count_E
 
@@ -95,7 +106,7 @@ def _ranks(ids_N: Tensor, experts: int, is_sorted: bool) -> tuple[Tensor, Tensor
         return source_N, ranks_N, torch.zeros(experts, dtype=torch.int64, device=device)
     count_E = torch.empty(experts, dtype=torch.int64, device=device)
     blocks, ids_N = triton.cdiv(number, BLOCK), ids_N.contiguous()
-    # experts first: torch sums along the last axis 30 times as fast as along the first
+    # Blocks are the last axis, because torch's cumsum is 30 times as fast there as along the first.
     counts_EB = torch.zeros(experts, blocks, dtype=torch.int32, device=device)
     histogram_kernel[(blocks,)](ids_N, counts_EB, number, experts, BLOCK)
     through_EB = counts_EB.cumsum(1, dtype=torch.int32)
@@ -105,7 +116,7 @@ def _ranks(ids_N: Tensor, experts: int, is_sorted: bool) -> tuple[Tensor, Tensor
 
 
 def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
-    """See `moe_plugin.kernels.choices.choice_load`."""
+    """Count the load in Triton; see `moe_plugin.kernels.choices.choice_load`."""
     choices, number = ids_TK.shape[1], ids_TK.numel()
     load_KE = torch.zeros(choices, experts, dtype=torch.int64, device=ids_TK.device)
     if number:

@@ -1,8 +1,9 @@
-"""`expert_matmul_blocks` and `expert_weight_grad_blocks` by torch's `scaled_grouped_mm`.
+"""`expert_matmul_blocks` and `expert_weight_grad_blocks` with torch's `scaled_grouped_mm`.
 
-Its interface as published in torch 2.10 to 2.13 (`aten/src/ATen/native/cuda/GroupedBlas.cpp`,
-`test/test_scaled_matmul_cuda.py`): e4m3 or packed e2m1 operands, scales in cuBLAS's tiles of
-128 x 4, bfloat16 results. Never run on a GPU.
+The calls follow the interface published in torch 2.10 to 2.13
+(`aten/src/ATen/native/cuda/GroupedBlas.cpp`, `test/test_scaled_matmul_cuda.py`): e4m3 or packed
+e2m1 operands, scales in cuBLAS's tiles of 128 x 4, bfloat16 results. This code has never run on a
+GPU.
 """
 
 from __future__ import annotations
@@ -18,49 +19,50 @@ from moe_plugin.kernels import block_products
 from moe_plugin.kernels.block_formats import Blocks
 from moe_plugin.kernels.groups import RowGroups
 
-STEP = 32  # of all widths: 16 bytes of e2m1
+STEP = 32  # all widths must be multiples: 16 bytes of e2m1
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
 
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Why torch has no block-scaled grouped product on a device; None: it has."""
+    """Return why torch has no block-scaled grouped product on a device, or None if it has."""
     if device.type != "cuda":
         return "not on a GPU"
     if torch.version.hip is not None:
-        return "torch has block scales on NVIDIA GPUs alone"
+        return "torch supports block scales only on NVIDIA GPUs"
     if not hasattr(F, "scaled_grouped_mm"):
-        return f"torch {torch.__version__} has no scaled_grouped_mm: needs 2.10"
+        return f"torch {torch.__version__} has no scaled_grouped_mm; torch 2.10 is needed"
     major, minor = torch.cuda.get_device_capability(device)
-    # as torch's own tests; the call itself looks at the major number alone
+    # The same condition as in torch's own tests. The call checks only the major number.
     if (major, minor) != (10, 0):
-        return f"no block scales in a GPU of compute capability {major}.{minor}: needs 10.0"
+        return (f"a GPU of compute capability {major}.{minor} has no block scales, which need "
+                "10.0")
     if not any(name in torch.__config__.show() for name in ("USE_MSLK", "USE_FBGEMM_GENAI")):
-        return "this build of torch has none: neither USE_MSLK nor USE_FBGEMM_GENAI"
+        return "torch was built with neither USE_MSLK nor USE_FBGEMM_GENAI"
     return None
 
 
 def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
                    token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Why `expert_matmul_blocks` is not torch's product for these arguments; None where it is."""
+    """Return why torch's product cannot compute `expert_matmul_blocks`, or None if it can."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, w_blocks), w_blocks.width, w_blocks.codes.shape[1])
 
 
 def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                         dtype: torch.dtype) -> str | None:
-    """The same of `expert_weight_grad_blocks`."""
+    """Return why torch's product cannot compute `expert_weight_grad_blocks`, or None if it can."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, grad_blocks), x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
 
 
 def _not_so(dtype: torch.dtype, operands: tuple[Blocks, Blocks], *widths: int) -> str | None:
-    if any(each.block > 32 for each in operands):
-        return "blocks of 128: it has 32 and 16"
-    if any(each.codes.dtype == torch.float8_e5m2 for each in operands):
-        return "e5m2 codes: only e4m3 is asked for here"
+    if any(blocks.block > 32 for blocks in operands):
+        return "blocks of 128, but only 32 and 16 are supported"
+    if any(blocks.codes.dtype == torch.float8_e5m2 for blocks in operands):
+        return "e5m2 codes, but only e4m3 is used here"
     if dtype != torch.bfloat16:
-        return f"dtype {dtype}: results are bfloat16"
+        return f"dtype {dtype}, but results are bfloat16"
     return None if all(w % STEP == 0 for w in widths) else (
         f"widths {widths}, which are not multiples of {STEP}")
 
@@ -69,7 +71,7 @@ def _not_so(dtype: torch.dtype, operands: tuple[Blocks, Blocks], *widths: int) -
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """See `kernels.block_products.expert_matmul_blocks`."""
+    """Multiply with torch's product; see `kernels.block_products.expert_matmul_blocks`."""
     rows = x_blocks if token_R is None else x_blocks.rows(token_R)
     outer = w_blocks.codes.shape[1]
     if not groups.total:
@@ -83,8 +85,9 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                                               on_cpu=False)
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
-    """See `kernels.block_products.expert_weight_grad_blocks`."""
-    scales = (_tiled_columns(each.scales, each.block, groups) for each in (x_blocks, grad_blocks))
+    """Multiply with torch's product; see `kernels.block_products.expert_weight_grad_blocks`."""
+    scales = (_tiled_columns(blocks.scales, blocks.block, groups)
+              for blocks in (x_blocks, grad_blocks))
     return _call(x_blocks, grad_blocks, *scales, groups)
 
 
@@ -97,6 +100,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
     else:
         recipe = [kinds.BlockWise1x16, kinds.TensorWise]
         codes = [each.view(torch.float4_e2m1fn_x2) for each in codes]
+        # The product needs a tensor scale for each group; all groups share the same value.
         for found, each in zip(scales, (a, b), strict=True):
             found.append(each.tensor.expand(groups.number).contiguous())
     return F.scaled_grouped_mm(
@@ -106,7 +110,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
 
 
 def _to_tiles(scales: Tensor) -> Tensor:
-    """Scales [..., M, B], filled up with zeros to whole tiles."""
+    """Pad scales [..., M, B] with zeros to whole tiles."""
     rows, columns = scales.shape[-2:]
     filled = F.pad(scales.view(torch.uint8),
                    (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
@@ -114,10 +118,10 @@ def _to_tiles(scales: Tensor) -> Tensor:
 
 
 def _tiles(scales: Tensor) -> Tensor:
-    """Whole tiles, one after the other, [..., M / 128, B / 4, 512].
+    """Return whole tiles, one after the other, [..., M / 128, B / 4, 512].
 
-    Of a tile, scale (r, c) is at 16 (r % 32) + 4 (r // 32) + c (cuBLAS, 1D block scaling factors
-    layout).
+    Inside a tile, scale (r, c) is at position 16 (r % 32) + 4 (r // 32) + c (cuBLAS, 1D block
+    scaling factors layout).
     """
     high, wide = scales.shape[-2] // TILE_ROWS, scales.shape[-1] // TILE_COLUMNS
     split = scales.view(torch.uint8).unflatten(-1, (wide, TILE_COLUMNS)).unflatten(
@@ -128,11 +132,12 @@ def _tiles(scales: Tensor) -> Tensor:
 
 
 def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
-    """[R', B'] in tiles, each group's rows from a tile's first row on."""
+    """Return scales [R', B'] in tiles, where each group's rows begin at a tile's first row."""
     rows, lengths_L = scales_RB.shape[0], groups.lengths_L
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
     at_R = torch.arange(rows, device=scales_RB.device) + shift_L[groups.group_R]
+    # An upper bound, because the host does not know the lengths.
     height = (-(-rows // TILE_ROWS) + groups.number) * TILE_ROWS
     wide = _to_tiles(scales_RB)[:rows].view(torch.uint8)
     placed = wide.new_zeros(height, wide.shape[1]).index_copy_(0, at_R, wide)
@@ -140,9 +145,11 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
-    """[M', B'] in tiles, group after group, each group's columns from a tile's first column on."""
+    """Return scales [M', B'] in tiles, group after group; each group begins at a tile's first
+    column.
+    """
     columns, device = scales_MB.shape[1], scales_MB.device
-    # what is after the last group is one more
+    # Columns after the last group are treated as an additional group.
     blocks_G = _with_rest(torch.div(groups.lengths_L, block, rounding_mode="floor"), columns)
     tiles = -(-columns // TILE_COLUMNS) + groups.number
     tiles_G = _with_rest(torch.div(blocks_G[:-1] + (TILE_COLUMNS - 1), TILE_COLUMNS,
@@ -153,13 +160,13 @@ def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
     at_B = torch.arange(columns, device=device) + shift_G[group_B]
     tall = _to_tiles(scales_MB)[:, :columns].view(torch.uint8)
     placed = tall.new_zeros(tall.shape[0], tiles * TILE_COLUMNS).index_copy_(1, at_B, tall)
-    found = _tiles(placed)  # [H, tiles, 512]: those of a group become neighbours
+    tiled = _tiles(placed)  # [H, tiles, 512]; below, the tiles of a group become neighbours
     group_T = torch.repeat_interleave(tiles_G, output_size=tiles)
     inside_T = torch.arange(tiles, device=device) - first_G[group_T]
-    at_HT = first_G[group_T] * found.shape[0] + inside_T + (
-        torch.arange(found.shape[0], device=device)[:, None] * tiles_G[group_T])
-    ordered = torch.empty_like(found).view(-1, found.shape[2]).index_copy_(
-        0, at_HT.flatten(), found.flatten(0, 1))
+    at_HT = first_G[group_T] * tiled.shape[0] + inside_T + (
+        torch.arange(tiled.shape[0], device=device)[:, None] * tiles_G[group_T])
+    ordered = torch.empty_like(tiled).view(-1, tiled.shape[2]).index_copy_(
+        0, at_HT.flatten(), tiled.flatten(0, 1))
     return ordered.view(placed.shape).view(scales_MB.dtype)
 
 

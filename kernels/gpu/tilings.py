@@ -1,8 +1,8 @@
-"""Tile sizes of the grouped matmuls and of the router: a rule, so that one load always gives the
-same bits on one model of GPU. Another model may have other tiles, and cuts the sums of weight
-gradients into another number of parts (`rows_of_a_part`).
+"""Tile sizes of the grouped matmuls and of the router, chosen by a rule.
 
-Nothing is timed: a choice by time would differ between runs, and tiles decide the order of sums.
+The same load always gives the same bits on one model of GPU. Another model may use other tiles, and
+may cut the sums of weight gradients into another number of parts (`rows_of_a_part`). Nothing is
+timed, because timings differ between runs and tiles determine the order of sums.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from moe_plugin.kernels.groups import most_tiles
 
-ELEMENTS = 4096  # comparisons of a program; their tile is in registers
+ELEMENTS = 4096  # comparisons per program, few enough for their tile to stay in registers
 
 
 @triton.jit
 def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, least,
                 BT: tl.constexpr, BL: tl.constexpr):
-    """See tile_table. Every program counts the tiles of all groups, then finds BT tiles."""
+    """Compute `tile_table`. Every program counts the tiles of all groups, then finds BT tiles."""
     l = tl.arange(0, BL)
     length = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32)
     tiles = tl.where(l < groups, tl.maximum((length + height - 1) // height, least), 0)
@@ -40,7 +40,7 @@ def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, l
 
 def tile_table(lengths_L: Tensor, height: int, total: int,
                least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `moe_plugin.kernels.groups.tile_table`."""
+    """Compute the table in Triton; see `moe_plugin.kernels.groups.tile_table`."""
     groups = lengths_L.numel()
     number = most_tiles(groups, height, total)
     table = torch.empty(2 * number + 1, dtype=torch.int32, device=lengths_L.device)
@@ -54,14 +54,15 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
     return group_M, row_M, used_1
 
 
-PROGRAMS_OF_A_WAVE = 2  # units of work for each program that runs at once: the last wave is short
-LEAST_PART = 1024  # rows: fewer are not worth the way of a part's sums through memory
-# values of a tile of the router's kernels, which is in registers; backward has more tiles at once
+# units of work per program that runs at once, so that the last wave is short
+PROGRAMS_OF_A_WAVE = 2
+LEAST_PART = 1024  # rows; smaller parts would not repay the memory traffic of their sums
+# Values of a tile of the router's kernels, which stays in registers. Backward has more live tiles.
 ROUTER_VALUES, ROUTER_VALUES_BACKWARD = 1024, 512
-# more than backward needs, but without a bound NVIDIA's assembler takes so few that some spill
+# More than backward needs, but without a bound NVIDIA's assembler allots so few that some spill.
 ROUTER_REGISTERS_BACKWARD = 128
-# the same, except on Hopper, where none spill: of weight gradients all that a thread can have, and
-# of fp8 matmuls fewer, because with all of them some spill on compute capability 8.9
+# For the same reason, except on Hopper, where no register spills. Weight gradients get the maximum
+# per thread. fp8 matmuls get fewer, because the maximum spills on compute capability 8.9.
 WEIGHT_REGISTERS, FP8_REGISTERS = 255, 240
 
 
@@ -70,12 +71,13 @@ class Tiling:
     """A tile and how it is computed.
 
     Attributes:
-        rows, columns: of the result.
-        depth: of one step of the sum.
-        warps, stages: per program; stages of the pipeline that loads operands.
-        programs: that fit one multiprocessor.
-        flat: where tiles of both operands are copied, one loop over the steps of all tiles: a
-            tile's first operands are loaded while the one before is stored.
+        rows, columns: size of the tile of the result.
+        depth: length of one step of the sum.
+        warps: warps per program.
+        stages: stages of the pipeline that loads operands.
+        programs: programs that fit on one multiprocessor.
+        flat: whether all steps of all tiles run in one loop, if tiles of both operands are copied.
+            A tile's first operands are then loaded while the previous tile is stored.
     """
 
     rows: int
@@ -89,12 +91,12 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Chip:
-    """What a choice of tiles depends on.
+    """The properties of a GPU that determine the tiles.
 
     Attributes:
         kind: "hopper" (compute capability 9: wgmma and TMA), "blackwell" (10: tcgen05 and TMA),
             "ampere" (other NVIDIA GPUs), "amd".
-        processors: multiprocessors.
+        processors: number of multiprocessors.
     """
 
     kind: str
@@ -102,41 +104,43 @@ class Chip:
 
     @property
     def copies_tiles(self) -> bool:
-        """Whether it copies a tile into shared memory by one instruction (TMA)."""
+        """Whether one instruction copies a tile into shared memory (TMA)."""
         return self.kind in ("hopper", "blackwell")
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The GPU behind a device; in the interpreter, on CPU, one with few processors."""
+    """Return the GPU of a device. In the interpreter, on a CPU, the chip has few processors."""
     if device.type != "cuda":
         return Chip("hopper", 2)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if torch.version.hip is not None:
         return Chip("amd", processors)
     major = torch.cuda.get_device_capability(device)[0]
-    # 12 has TMA, but neither wgmma's successor nor its shared memory
+    # Compute capability 12 has TMA, but neither tcgen05 nor as much shared memory as 10.
     return Chip({9: "hopper", 10: "blackwell"}.get(major, "ampere"), processors)
 
 
-# rows of 16 bits that begin at odd addresses are loaded value by value: larger tiles spill
+# 16-bit rows at addresses that are not aligned are loaded value by value, and larger tiles spill.
 ODD_TILING, FEW_ODD_TILING = Tiling(128, 64, 32, 8, 3), Tiling(64, 64, 32, 4, 3, 2)
-# a column tile is one scale of the weights, and a step of the sum one of both operands
+# A column tile has one scale of the weights, and a step of the sum one scale of both operands.
 FP8_TILING = Tiling(128, 128, 128, 8, 3)
 
 
 def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: int,
                    extra: bool = False, precision: str = "ieee", gathers: bool = True,
                    odd: bool = False) -> Tiling:
-    """Tile of a product over rows.
+    """Return the tile of a product over rows.
 
     Args:
-        rows_each: rows of an expert on average: few rows waste the rest of a high tile.
-        results: sums that a program keeps at once (gate and up: 2).
-        extra: the epilogue reads further tiles.
-        precision: see `experts.precision`; float32 on the matrix units takes larger tiles.
-        gathers: rows are gathered. Those that lie in order come earlier in a flat loop (measured on
-            an H100: 2 to 13 % faster, gathered ones 5 to 40 % slower).
-        odd: a width is not a multiple of 16 bytes.
+        chip: properties of the GPU.
+        dtype: dtype of the operands.
+        rows_each: average number of rows per expert. Few rows would waste most of a high tile.
+        results: number of sums that a program keeps at once (2 for gate and up).
+        extra: whether the epilogue reads further tiles.
+        precision: see `experts.precision`. Float32 on the matrix units uses larger tiles.
+        gathers: whether rows are gathered. A flat loop makes rows in order 2 to 13 % faster and
+            gathered rows 5 to 40 % slower (measured on an H100).
+        odd: whether a width is not a multiple of 16 bytes.
     """
     high = 64 if rows_each <= 96 else 128
     if odd and dtype != torch.float32:
@@ -148,7 +152,7 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     if chip.kind == "amd":
         return Tiling(high, 64 if extra or results > 1 else 128, 64, warps, 2)
     if chip.kind == "ampere":
-        # three buffers of 32 KiB: as much as any since Ampere has for a program (99 KiB)
+        # Three buffers of 32 KiB fit into 99 KiB, the least shared memory per program since Ampere.
         return Tiling(high, 64 if extra or results > 1 else 128, 64, warps, 4)
     if high == 64:
         return Tiling(64, 128 if results == 1 and not extra else 64, 64, 4, 4, 2)
@@ -158,19 +162,25 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Tokens of a tile of the router's kernels: of `columns` experts each, `values` in all."""
+    """Return the tokens of a tile of the router's kernels, for `values` values of `columns`
+    experts.
+    """
     return max(1, min(128, values // columns))
 
 
 def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str = "ieee",
                   results: int = 1, odd: bool = False) -> Tiling:
-    """Tile of a weight gradient; its depth is over rows.
+    """Return the tile of a weight gradient; its depth counts rows.
 
     Args:
-        gathers: rows of an operand are gathered. Their numbers are loaded a stage before them, so
-            that Triton makes one buffer of two stages: 4 (2 before Hopper) of either pipeline.
-        results: gradients of the same rows that a program sums at once.
-        odd: as for products.
+        chip: properties of the GPU.
+        dtype: dtype of the operands.
+        gathers: whether rows of an operand are gathered. The row numbers are loaded one stage
+            before the rows. Triton then turns two stages into one buffer, so that either pipeline
+            has 4 buffers (2 before Hopper).
+        precision: see `experts.precision`.
+        results: number of gradients for the same rows that a program sums at once.
+        odd: whether a width is not a multiple of 16 bytes.
     """
     if odd and dtype != torch.float32:
         return FEW_ODD_TILING
@@ -186,14 +196,18 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Rows after which a weight gradient's sum is cut into parts; None: no sum is.
+    """Return the number of rows after which a weight gradient's sum is cut, or None to cut no sum.
+
+    About `PROGRAMS_OF_A_WAVE` parts are made for each program that runs at once, whichever experts
+    the rows belong to. As a result, one hot expert occupies the whole GPU. Matrices with more tiles
+    than that are never cut.
 
     Args:
-        tiles: of one expert's matrix.
-        rows: of all experts.
-        least: of a part. The parts then are about `PROGRAMS_OF_A_WAVE` for each program that
-            runs at once, whichever experts the rows belong to: one hot expert occupies the
-            whole GPU. Matrices with more tiles than that are never cut.
+        chip: properties of the GPU.
+        tiling: tile of the weight gradient.
+        tiles: number of tiles of one expert's matrix.
+        rows: number of rows of all experts.
+        least: smallest number of rows of a part.
     """
     wanted = PROGRAMS_OF_A_WAVE * chip.processors * tiling.programs
     part = -(-rows * tiles // wanted)

@@ -1,8 +1,8 @@
 """Weight and bias gradients of grouped rows in Triton: rows^T gradient rows, by group.
 
-One list of tiles of all groups' matrices, worked through by as many programs as run at once. Where
-one group has most of the rows, its sum is cut into parts, each by another program; a second kernel
-adds the parts in their order, so the result is the same every time.
+The tiles of all groups' matrices form one list, which the programs that run at once process. If one
+group has most of the rows, its sum is cut into parts for several programs. A second kernel adds the
+parts in a fixed order, so the result is always the same.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moe_plugin.kernels.gpu.grouped_gemm import halves, tile_at
 @triton.jit
 def operand(x, x_tiles, token, r, end, first, start, c, WIDTH: tl.constexpr, GATHER: tl.constexpr,
             MASKED: tl.constexpr):
-    """[BR, BC] of rows r and columns c of x, zeros outside."""
+    """Load [BR, BC], the rows r and columns c of x, with zeros outside."""
     if x_tiles is None or MASKED:
         inside = r < end
         at = r.to(tl.int64)
         if GATHER:
             if MASKED:
                 at = tl.load(token + r, mask=inside, other=-1).to(tl.int64)
-            else:  # all are inside; Triton 3.2 pipelines no load that has a mask and another value
+            else:  # all rows are inside; Triton 3.2 cannot pipeline a load with mask and default
                 at = tl.load(token + r).to(tl.int64)
             inside = at >= 0
         a = tl.load(x + at[:, None] * WIDTH + c[None, :],
@@ -39,7 +39,8 @@ def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_to
              X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, PAIR: tl.constexpr,
              UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
              BO: tl.constexpr, BR: tl.constexpr):
-    """total + x[rows]^T grad[rows] for BR rows from `first`, and of a PAIR second + x^T also."""
+    """Add x[rows]^T grad[rows] to total for BR rows from `first`; with PAIR add x^T also to second.
+    """
     r = first + tl.arange(0, BR)
     a = operand(x, x_tiles, x_token, r, end, first, column_i, column_i + tl.arange(0, BI), I,
                 X_GATHER, MASKED)
@@ -60,10 +61,9 @@ def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_to
 def store_sum(total, out, parts, i, column_o, group, slot, direct, I: tl.constexpr,
               O: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr, BI: tl.constexpr,
               BC: tl.constexpr):
-    """BC columns, at most 256, of a tile of one matrix to their place, or where they are a part of
-    a sum to the part's.
-    """
-    # what a whole tile is added to would spill; no function calls itself before Triton 3.3
+    """Store BC columns, at most 256, of a tile of one matrix or of one part of its sum."""
+    # Stored in halves, because the values that a whole tile is added to would spill registers. Two
+    # functions, because recursion is not supported before Triton 3.3.
     if ADD and BC > 128:
         left, right = halves(total, BI, BC)
         store_half(left, out, parts, i, column_o, group, slot, direct, I, O, ADD, CUT, BI, BC // 2)
@@ -77,7 +77,7 @@ def store_sum(total, out, parts, i, column_o, group, slot, direct, I: tl.constex
 def store_half(total, out, parts, i, column_o, group, slot, direct, I: tl.constexpr,
                O: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr, BI: tl.constexpr,
                BC: tl.constexpr):
-    """See `store_sum`."""
+    """Store half of a tile; see `store_sum`."""
     if ADD and BC > 64:
         left, right = halves(total, BI, BC)
         store_columns(left, out, parts, i, column_o + tl.arange(0, BC // 2), group, slot, direct, I,
@@ -92,7 +92,7 @@ def store_half(total, out, parts, i, column_o, group, slot, direct, I: tl.conste
 @triton.jit
 def store_columns(total, out, parts, i, o, group, slot, direct, I: tl.constexpr, O: tl.constexpr,
                   ADD: tl.constexpr, CUT: tl.constexpr):
-    """See `store_sum`."""
+    """Store some columns of a tile; see `store_sum`."""
     size: tl.constexpr = I * O
     where = i.to(tl.int64)[:, None] * O + o[None, :]
     written = ((i < I)[:, None] & (o < O)[None, :]) != 0
@@ -113,11 +113,11 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad
                 PAIR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                 ADD: tl.constexpr, CUT: tl.constexpr, WHILE: tl.constexpr, BI: tl.constexpr,
                 BO: tl.constexpr, BR: tl.constexpr):
-    """Tile number t of `weight_kernel`."""
+    """Compute tile number t of `weight_kernel`."""
     tiles_o: tl.constexpr = (O + BO - 1) // BO
     tiles: tl.constexpr = ((I + BI - 1) // BI) * tiles_o
     part = t // tiles
-    # near each other at once: a program's columns of both operands are in L2 for its neighbours
+    # Neighbouring tiles run at the same time, so that they share columns of both operands in L2.
     row, column = tile_at(t % tiles, tiles_o, tiles // tiles_o, 8)
     column_i, column_o = row * BI, column * BO
     i = column_i + tl.arange(0, BI)
@@ -133,6 +133,7 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad
         end = tl.minimum(start + height, group_end)
     total = tl.zeros([BI, BO], tl.float32)
     second = total
+    # The loop covers full blocks without a mask; the last, partial block follows with a mask.
     whole = start + (end - start) // BR * BR
     if WHILE:
         first = start
@@ -147,7 +148,7 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad
                                      x_token, grad_token, first, end, column_i, column_o, I, O,
                                      X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, False, BI, BO, BR)
     if whole < end:
-        # a copied tile would hold rows of the next group
+        # Masked loads and not a copied tile, which would contain rows of the next group.
         total, second = add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles,
                                  x_token, grad_token, whole, end, column_i, column_o, I, O,
                                  X_GATHER, G_GATHER, PAIR, UPCAST, PRECISION, True, BI, BO, BR)
@@ -169,13 +170,14 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_
                   G_GATHER: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
                   PRECISION: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr,
                   WHILE: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr):
-    """out[group] = rows^T grad rows, or with ADD out[group] += it; of a PAIR also_out of `also`,
-    with the rows loaded once.
+    """Compute out[group] = rows^T grad rows, or with ADD out[group] += rows^T grad rows.
 
-    CUT: a group of more than `height` rows is cut into parts by the table part_group, part_row,
-    whose sums go to parts[slot], float32 [slots, I, O]: slot 2 * (first row // height), plus 1 for
-    the last part of a group. No two parts share one: all but the last have `height` rows, and last
-    parts are further apart.
+    With PAIR also_out is computed from `also`, and the rows are loaded once.
+
+    With CUT a group of more than `height` rows is cut into parts by the table part_group, part_row.
+    The sums of the parts go to parts[slot], float32 [slots, I, O]. The slot is 2 * (first row //
+    height), plus 1 for the last part of a group. No two parts share a slot, because all parts
+    except the last have `height` rows, and the first rows of last parts are further apart.
     """
     tiles: tl.constexpr = ((I + BI - 1) // BI) * ((O + BO - 1) // BO)
     number = groups * tiles
@@ -197,10 +199,11 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_
 
 @triton.jit
 def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constexpr):
-    """Some values `at` of one group's matrix: the sum of its parts in their order."""
+    """Sum the parts of some values `at` of one group's matrix, in a fixed order."""
     first = end - length
     total = (at * 0).to(tl.float32)
     while first < end:
+        # The same slots as in `weight_tile`.
         slot = 2 * (first // height) + (first + height >= end).to(tl.int32)
         total += tl.load(parts + slot.to(tl.int64) * size + at, mask=at < size, other=0.0)
         first += height
@@ -213,11 +216,14 @@ def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constex
 @triton.jit
 def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, groups,
                 PAIR: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, BL: tl.constexpr):
-    """out[group] = the sum of its parts in their order, or with ADD += it; see `weight_kernel`.
+    """Compute out[group] as the sum of its parts in a fixed order, or with ADD add it; see
+    `weight_kernel`.
 
-    Programs share out the blocks of the groups that are cut; there are few of these. size: I * O,
-    values of one matrix.
+    The programs share the blocks of the groups that are cut, which are few. size: I * O, the number
+    of values of one matrix.
     """
+    # Every program reads the lengths of all groups to find those that are cut, because only the
+    # device knows the lengths.
     l = tl.arange(0, BL)
     cut = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32) > height
     place = tl.cumsum(cut.to(tl.int32), 0)
@@ -238,7 +244,7 @@ def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, g
 @triton.jit
 def bias_grad_kernel(grad, token, scale, out, ends, lengths, wide, GATHER: tl.constexpr,
                      SCALED: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr):
-    """out[group] = sum of the group's (scaled) gradient rows."""
+    """Compute out[group], the sum of the group's (scaled) gradient rows."""
     group = tl.program_id(1)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     end = tl.load(ends + group)

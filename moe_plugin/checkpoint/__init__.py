@@ -1,5 +1,7 @@
-"""Checkpoints of expert-parallel models: shards by global expert index, from any number of ranks to
-any other.
+"""Checkpoints of expert-parallel models.
+
+Shards are stored by global expert index, so that a checkpoint written by any number of ranks can be
+loaded by any other number of ranks.
 """
 
 from moe_plugin.checkpoint.reshard import merge, split

@@ -1,5 +1,7 @@
-"""Conversion of a checkpoint to another format or layout: streaming, resumable, complete or not at
-all.
+"""Conversion of a checkpoint to another format or layout.
+
+A conversion streams the tensors block by block, can be resumed after an interruption, and moves its
+result into place only when the result is complete.
 """
 
 from __future__ import annotations
@@ -39,23 +41,23 @@ from moe_plugin.utils import checksums
 from moe_plugin.utils.regular_files import move_into_place, write_remedy, write_whole
 
 logger = logging.getLogger(__name__)
-PLAN = "conversion.json"  # in the written folder
+PLAN = "conversion.json"  # stored in the written folder
 
 
 @dataclass
 class Conversion:
-    """What is converted, and how far it is.
+    """A conversion of one checkpoint, and its progress.
 
     Attributes:
-        source: open.
+        source: the open checkpoint to convert.
         target: folder of the result.
-        to: name of its format.
-        layout: its sizes.
-        model_only: leave optimizer state out.
-        force: replace another folder at `target`.
-        advance: called with the number of bytes that are verified, kept or written; by several
-            threads.
-        kept: files that an interrupted conversion had completed.
+        to: name of the result's format.
+        layout: sizes and data type of the result.
+        model_only: leave the optimizer state out.
+        force: replace a different folder at `target`.
+        advance: called with the number of bytes that were verified, reused or written; called by
+            several threads.
+        kept: names of the files that an interrupted conversion had completed and that are reused.
     """
 
     source: Source
@@ -69,40 +71,44 @@ class Conversion:
 
     @property
     def scratch(self) -> Path:
-        """Where files are written before the result is complete."""
+        """Return the folder in which files are written before the result is complete."""
         return self.target.with_name(self.target.name + ".converting")
 
     def run(self) -> bool:
-        """Convert; whether anything was written: False where the result is there already.
+        """Convert the checkpoint.
+
+        Returns: True if files were written, False if the result already exists.
 
         Raises:
-            CheckpointError: a file of the source is damaged, the format cannot hold something, the
-                disk is full, or something else is at the target.
-            ValueError: the layout does not fit.
+            CheckpointError: a file of the source is damaged, the format cannot represent a value,
+                the disk is full, or a different folder exists at the target.
+            ValueError: the layout does not fit the format.
         """
         check_pair(self.source.format, self.to)
         formats.get(self.to)().check(replace(self.layout, dtype=None))
         plan = self._plan()
-        if self._is_there(plan):
+        if self._already_converted(plan):
             return False
         view = self._view()
         if unsealed := self.source.unsealed():
-            logger.warning("%d of %d files of the %s checkpoint have no checksum (such as %s): "
-                           "damage in them goes unnoticed", len(unsealed),
+            logger.warning("%d of %d files of the %s checkpoint have no checksum (such as %s), so "
+                           "damage in these files is not detected", len(unsealed),
                            len(self.source.files()), self.source.format, unsealed[0])
         try:
             self._verify()
             self._write(view, plan)
         except OSError as error:
-            kept = (f"what is complete stays in {str(self.scratch)!r} and is used again; "
-                    if self.scratch.is_dir() else "")
+            kept = (f"completed files remain in {str(self.scratch)!r} and are reused by the next "
+                    "run; " if self.scratch.is_dir() else "")
             raise CheckpointError(
                 f"checkpoint {str(self.target)!r} cannot be written ({error.strerror}); {kept}"
                 f"{write_remedy(error, self.target.parent)}") from error
         return True
 
     def _plan(self) -> dict[str, Any]:
-        """What makes two conversions the same: the source's files, and what is asked for."""
+        """Return the values that identify a conversion: the source's files and the requested
+        result.
+        """
         files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns]
                  for path in self.source.files()}
         layout = {name: str(value) for name, value in asdict(self.layout).items()
@@ -110,14 +116,15 @@ class Conversion:
         return {"from": self.source.format, "to": self.to, "files": files, "layout": layout,
                 "model_only": self.model_only}
 
-    def _is_there(self, plan: Mapping[str, Any]) -> bool:
+    def _already_converted(self, plan: Mapping[str, Any]) -> bool:
         if not self.target.exists():
             return False
         if _read_plan(self.target).get("plan") == json.loads(json.dumps(plan)):
             return True
         if not self.force:
-            raise CheckpointError(f"{str(self.target)!r} is there and is not this conversion's "
-                                  "result; give another folder, or --force to replace it")
+            raise CheckpointError(f"{str(self.target)!r} already exists and is not the result of "
+                                  "this conversion; choose another folder, or use --force to "
+                                  "replace it")
         return False
 
     def _view(self) -> Source:
@@ -138,10 +145,12 @@ class Conversion:
         if not progress.finished:
             shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True, exist_ok=True)
-        for path in sorted(scratch.rglob("*")):  # of an interrupted file
+        # leftovers of the file whose writing was interrupted
+        for path in sorted(scratch.rglob("*")):
             if path.is_file() and str(path.relative_to(scratch)) not in {*progress.finished, PLAN}:
                 path.unlink()
-        with checksums.verified(self.source.files()), _one_thread():  # blocks are small
+        # threads of torch do not pay off for small blocks
+        with checksums.verified(self.source.files()), _one_thread():
             formats.get(self.to)().write(view, scratch, replace(self.layout, dtype=None), progress)
         move_into_place(scratch, self.target)
 
@@ -157,7 +166,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Progress(WriteProgress):
-    """Keeps the list of finished files next to them."""
+    """Write progress that records the finished files in a JSON file in the same folder."""
 
     def __init__(self, conversion: Conversion, plan: Mapping[str, Any]) -> None:
         self._conversion, self._folder = conversion, conversion.scratch
@@ -165,10 +174,11 @@ class _Progress(WriteProgress):
         found = _read_plan(self._folder)
         same = found.get("plan") == self._plan
         self.finished: dict[str, list[int]] = dict(found.get("finished", {})) if same else {}
-        self._lock = Lock()  # writers finish files in other threads while they ask for the next
+        # writers finish files in other threads while they ask for the next file
+        self._lock = Lock()
 
     def keeps(self, name: str) -> bool:
-        """See `WriteProgress`: its size and checksum are as they were."""
+        """See `WriteProgress`. A file is reused if its size and checksum are unchanged."""
         path = self._folder / name
         size, crc = self.finished.get(name, (-1, 0))
         if not path.is_file() or path.stat().st_size != size or not _is_as_written(path, crc):
@@ -188,7 +198,7 @@ class _Progress(WriteProgress):
         crc = checksums.crc_of(path) if crc is None else crc
         with self._lock:
             self.finished[name] = [path.stat().st_size, crc]
-            self.finished = dict(sorted(self.finished.items()))  # whichever ended first
+            self.finished = dict(sorted(self.finished.items()))  # files finish in any order
             write_whole(self._folder / PLAN, checksums.seal_json(
                 {"plan": self._plan, "finished": self.finished}))
 
@@ -211,7 +221,7 @@ def _read_plan(folder: Path) -> dict[str, Any]:
 
 
 def without_optimizer(source: Source) -> Source:
-    """The source without optimizer state."""
+    """Return a view of the source without optimizer state."""
     keys = [key for key in source.entries if key[0] in WEIGHTS]
     columns = {field: column for field, column in source.values.get(COLUMNS, {}).items()
                if field in WEIGHTS}

@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint` that were written under former names."""
+"""Loading `torch.distributed.checkpoint` folders that were written with former parameter names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from moe_plugin.experts.base import current_name
 
 
 class FormerNamesPlanner(DefaultLoadPlanner):
-    """Reads experts' biases under the names that they have in the folder, present or former:
-    `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
+    """A load planner that finds the experts' biases under their current or former names.
+
+    Example: `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,

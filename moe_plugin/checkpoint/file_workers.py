@@ -1,7 +1,7 @@
-"""Files that are made by a few threads at a time; the first failure ends all.
+"""Threads that write several files at a time; the first failure stops all of them.
 
-One thread reads, sums and writes about as fast as one core copies memory; two keep a fast disk
-busy. More would wait for memory or the disk.
+One thread reads, sums and writes about as fast as one core copies memory. Two threads keep a fast
+disk busy. More threads would wait for memory or the disk.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor
 
 from moe_plugin.utils.regular_files import read_at
 
-# Tensors in files that are read, not mapped: a file that somebody cuts short meanwhile is an
-# error, where a map of it would end the process (SIGBUS).
-SPAN = 1 << 20  # bytes that are read at once where they are not all wanted
-GAP = 1 << 16  # bytes that take longer to read than another call for those behind them
+# Tensors are read, not memory-mapped: if another process truncates the file meanwhile, a read fails
+# with an error, whereas an access to a map would end the process with SIGBUS.
+SPAN = 1 << 20  # bytes read at once even if not all of them are needed
+GAP = 1 << 16  # a gap of more bytes is slower to read than to skip with a second call
 
 
 def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[int],
                  dtype: torch.dtype) -> Tensor:
-    """A tensor of a file, with the file's order of axes, in memory of its own.
+    """Read a tensor from a file into newly allocated memory, in the file's order of axes.
 
     Args:
-        file: an open file's descriptor.
+        file: descriptor of an open file.
         start: byte of the first element.
-        shape, stride: of the tensor, in elements; strides are not negative.
+        shape, stride: shape and strides of the tensor, in elements; strides are not negative.
+        dtype: data type of the elements.
     Raises:
         EOFError: the file ends before the tensor does.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -41,7 +42,8 @@ def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[i
     reach = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     wanted, item = torch.Size(shape).numel(), dtype.itemsize
     step = stride[axis] if shape else 0
-    inner = reach - (shape[axis] - 1) * step if shape else reach  # of one index of the axis
+    # elements spanned by a single index of the axis
+    inner = reach - (shape[axis] - 1) * step if shape else reach
     apart = (step - inner) * item > GAP
     if reach <= wanted or (reach * item <= SPAN and not apart):
         return _read_span(file, start, reach, dtype).as_strided(tuple(shape), tuple(stride))
@@ -56,20 +58,21 @@ def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[i
 
 
 def _in_order(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A dense tensor whose axes follow each other as they do in the file."""
+    """Return an uninitialized dense tensor whose axes have the same order in memory as in the file.
+    """
     order = sorted(range(len(shape)), key=lambda at: -stride[at])
     made = torch.empty([shape[at] for at in order], dtype=dtype)
     return made.permute([order.index(at) for at in range(len(shape))])
 
 
 def _read_span(file: int, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """So many elements that follow each other."""
-    # not torch.empty: of memory that it asks for in multiples of 64 bytes, glibc before 2.38 uses
-    # little again, and a conversion holds three times as much
+    """Read `count` consecutive elements."""
+    # numpy and not torch.empty: torch requests memory aligned to 64 bytes, which glibc before 2.38
+    # hardly reuses, so that a conversion would need three times as much memory.
     memory = np.empty(count * dtype.itemsize, np.uint8)
     if missing := read_at(file, memoryview(memory), start):
-        raise EOFError(f"it ends {missing} bytes before the end of a tensor: it was cut short while"
-                       " it was read")
+        raise EOFError(f"the file ends {missing} bytes before the end of a tensor: it was "
+                       "truncated while it was being read")
     return torch.from_numpy(memory).view(dtype)
 
 
@@ -77,22 +80,26 @@ AT_ONCE = 2
 
 
 class Stopped(Exception):
-    """Another file failed, or whoever asked for it: this one is left as it is."""
+    """Raised in a worker whose file is no longer needed, because another file or the caller failed.
+    """
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # macOS does not have this function
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class FileWorkers:
-    """Makes files `at_once`, while one more may be on its way to the disk. All are made when the
-    context ends.
+    """A context that writes several files at a time in threads.
+
+    Up to `at_once` files are produced at a time, while one more may be waiting for the disk. All
+    files are complete when the context ends.
 
     Args:
-        at_once: None: two, or one on one core.
+        at_once: number of files that are produced at a time. Defaults to two, or to one if the
+            process has only one core.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
@@ -103,13 +110,14 @@ class FileWorkers:
         self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Iterator[None]]) -> None:
-        """Make a file, as soon as there is room for it.
+        """Start writing a file as soon as a worker is free.
 
         Args:
-            make: makes it, by another thread; yields once, when all that is left is to wait for the
-                disk. It calls `check` now and then, and leaves no file open where that raises.
+            make: writes the file, in another thread. The iterator yields once, after the file is
+                written and before it is flushed to the disk. `make` must call `check` regularly,
+                and must close its file if `check` raises.
         Raises:
-            BaseException: what another file's `make` raised first.
+            BaseException: the first error that the `make` of another file raised.
         """
         self._room.acquire()
         try:
@@ -120,7 +128,7 @@ class FileWorkers:
             raise
 
     def check(self) -> None:
-        """`Stopped` where the files are not wanted any more."""
+        """Raise `Stopped` if the files are no longer needed."""
         if self.stopping.is_set():
             raise Stopped
 
@@ -130,10 +138,10 @@ class FileWorkers:
             with self._making:
                 self.check()
                 next(steps, None)
-            next(steps, None)  # also of what was stopped since: it is complete
+            next(steps, None)  # runs even after a stop, because the file is complete
         except Stopped:
             pass
-        except BaseException as error:  # of any kind: the caller raises it
+        except BaseException as error:  # errors of all types, because the caller raises them again
             with self._lock:
                 self._error = self._error or error
             self.stopping.set()
@@ -151,12 +159,13 @@ class FileWorkers:
                  *_: object) -> None:
         try:
             if error is None:
-                for _ in range(self.at_once + 1):  # unlike `shutdown`, Ctrl-C ends this
+                for _ in range(self.at_once + 1):  # Ctrl-C interrupts this wait, but not `shutdown`
                     self._room.acquire()
                 self._raise()
         finally:
             self.stopping.set()
             self._pool.shutdown()
-        # what failed here may have the same cause and say less: a full disk is named by a file
+        # A worker's error is more precise than the caller's error if both have the same cause: on a
+        # full disk, the worker's error names the file.
         if isinstance(error, Exception) and error is not self._error:
             self._raise()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as JSON values; no tensor is read."""
+"""A summary of a checkpoint as JSON values; no tensor values are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"^(local_experts\.)?\d+\.")
 
 
 def summary(source: Source) -> dict[str, Any]:
-    """Format, step, layout, files, fields, layers, tensors and settings of a checkpoint."""
+    """Return format, step, layout, files, fields, layers, tensors and settings of a checkpoint."""
     return {
         "format": source.format, "step": source.values.get("step"),
         "layout": dict(source.describe()), "files": len(source.files()),
@@ -27,12 +27,12 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """The model's or the run's; of a plain checkpoint what its `extra` has."""
+    """Return the settings of the model or the run. A plain checkpoint stores them in `extra`."""
     extra = values.get("extra")
-    found = [values.get(name) for name in ("settings", "model", "config")]
+    candidates = [values.get(name) for name in ("settings", "model", "config")]
     if isinstance(extra, Mapping):
-        found += [extra.get("model"), {k: v for k, v in extra.items() if k != "step"}]
-    return next(filter(None, found), None)
+        candidates += [extra.get("model"), {k: v for k, v in extra.items() if k != "step"}]
+    return next(filter(None, candidates), None)
 
 
 def _fields(source: Source) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _layers(source: Source) -> dict[str, Any]:
         for (field, name), entry in source.entries.items():
             if field == "model" and name.startswith(ahead):
                 own, shape = name.removeprefix(ahead), list(entry.shape)
-                each = _NUMBER.sub(r"\1*.", own)  # experts that are stored one by one
+                each = _NUMBER.sub(r"\1*.", own)  # experts that are stored in separate tensors
                 shapes[each if shapes.get(each, shape) == shape else own] = shape
         layers[prefix] = {"num_experts": origin["num_experts"], "experts": shapes}
     return layers
@@ -64,7 +64,7 @@ def _name(dtype: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Settings as JSON values: namespaces become mappings, other objects their text."""
+    """Convert settings to JSON values: namespaces become mappings, other objects become strings."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,6 @@
-"""Our layer and the MoE layers of a neutral source: settings, names, weights."""
+"""Settings, names and weights of `MoELayer`s that are built from the MoE layers of a neutral
+source.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ from moe_plugin.utils.regular_files import check_output, half_of, write_remedy
 
 def write_experts(source: Source, path: str | os.PathLike[str],
                   advance: Callable[[int], None] = lambda _: None) -> None:
-    """Write the experts of all layers, block by block; the file gets its name when it is complete.
+    """Write the experts of all layers to a safetensors file, block by block.
+
+    The file is renamed to `path` when it is complete.
 
     Args:
-        source: of any format, see `formats.open_source`.
-        path: of the file, ending in `.safetensors`.
-        advance: called with bytes as they are written.
+        source: an open checkpoint of any format; see `formats.open_source`.
+        path: path of the file, ending in `.safetensors`.
+        advance: called with the number of bytes after each write.
     Raises:
         CheckpointError: the checkpoint has no feed-forward experts, or the file cannot be written.
     """
@@ -46,7 +50,8 @@ def write_experts(source: Source, path: str | os.PathLike[str],
              and name.rpartition(".")[2] in SHARD_AXIS and ".experts." in f".{name}"]
     if not names:
         raise CheckpointError(f"the {source.format} checkpoint has no feed-forward experts to "
-                              f"write to {str(path)!r}; give that of a model with MoE layers")
+                              f"write to {str(path)!r}; use a checkpoint of a model with MoE "
+                              "layers")
     half = half_of(path)
     try:
         with SealedWriter(advance) as writer:
@@ -59,7 +64,8 @@ def write_experts(source: Source, path: str | os.PathLike[str],
         half.unlink(missing_ok=True)
 
 
-# below a layer: neutral name -> name in `MoELayer.state_dict()`; biases of the shared expert too
+# names below a layer: neutral name -> name in `MoELayer.state_dict()`; includes the biases of the
+# shared expert
 LAYER_NAMES = {
     "router.weight": "router.weight_ED", "router.bias": "router.logit_bias_E",
     "router.expert_bias": "router.bias_E",
@@ -74,27 +80,29 @@ NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
-    """Settings, as `moe_plugin.config.from_dict` takes them, of the `MoELayer` that computes what
-    an MoE layer of a neutral source does. Without balance losses.
+    """Return the settings of an `MoELayer` that computes the same as an MoE layer of a neutral
+    source.
 
     Args:
-        prefix: `layers.N.moe.`, as in `source.layers`.
+        source: a neutral source.
+        prefix: prefix of the layer's names, `layers.N.moe.`, as in `source.layers`.
+    Returns: settings for `moe_plugin.config.from_dict`, without balance losses.
     Raises:
-        CheckpointError: our layer cannot compute it; it names the setting.
+        CheckpointError: `MoELayer` cannot compute the layer; the message names the setting.
     """
     s = DecoderSettings.from_dict(source.values["model"])
-    shapes = {name.removeprefix(prefix): entry.shape for (kind, name), entry
-              in source.entries.items() if kind == MODEL and name.startswith(prefix)}
+    shapes = {name.removeprefix(prefix): entry.shape for (field, name), entry
+              in source.entries.items() if field == MODEL and name.startswith(prefix)}
     if unknown := sorted(set(shapes) - set(LAYER_NAMES)):
-        raise CheckpointError(f"our layer has no {prefix + unknown[0]!r}; it has: "
+        raise CheckpointError(f"MoELayer has no tensor {prefix + unknown[0]!r}; known tensors: "
                               f"{', '.join(LAYER_NAMES)}")
     experts, row, inner = shapes["experts.w_in_LDF"]
     bias = "experts.bias_in_LF" in shapes
     shared = shapes.get("shared.w_in.weight", (0,))[0]
     for other in ("shared.w_in", "latent.down"):
         if f"{other}.weight" in shapes and bias != (f"{other}.bias" in shapes):
-            raise CheckpointError(f"{prefix}{other} and experts: one has biases, the other has "
-                                  "none; our layer has them in both or in none")
+            raise CheckpointError(f"of {prefix}{other} and the experts, only one has biases; "
+                                  "MoELayer needs biases in both or in neither")
     return {
         "model_dim": shapes["router.weight"][1], "num_experts": experts, "losses": {},
         "router": {**_router(s, "router.expert_bias" in shapes), "bias": "router.bias" in shapes},
@@ -113,8 +121,9 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
         return {"name": s.router, "top_k": s.top_k, "mixer_eps": s.mixer_eps,
                 "scaling": s.router_scale}
     if s.groups and s.router == "sigmoid" and not biased:
-        raise CheckpointError("groups with sigmoid scores and no expert_bias: our router "
-                              "group_limited has softmax scores")
+        raise CheckpointError("the router combines expert groups with sigmoid scores but has no "
+                              "expert_bias; MoELayer's router group_limited supports softmax "
+                              "scores only")
     name = f"{s.router}_bias" if biased else "group_limited" if s.groups else "topk"
     groups = {"groups": s.groups, "group_top_k": s.group_top_k, "group_scores": s.group_scores}
     normalize = "none" if not s.normalize_top_k else "always" if s.top_k == 1 else "before_drop"
@@ -126,34 +135,36 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
 
 
 def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[slice, ...]:
-    """The window of a whole expert tensor that a rank stores.
+    """Return the window of a whole expert tensor that a rank stores.
 
     Args:
-        name: below `experts.`, one of `PART_AXIS`.
-        shape: of the whole tensor.
+        name: name of the tensor below `experts.`; must be a key of `PART_AXIS`.
+        shape: shape of the whole tensor.
+        place: placement of the experts on the ranks.
     """
     return window_of_rank(shape, place.comm.rank, place.local, place.shards, PART_AXIS[name])
 
 
 @torch.no_grad()
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
-    """Copy an MoE layer of a neutral source into a layer; a rank reads its own experts alone.
-    Adapters stay as they are.
+    """Copy an MoE layer of a neutral source into a layer. Each rank reads only its own experts.
+
+    Adapters are not changed.
 
     Raises:
-        CheckpointError: names or shapes differ.
+        CheckpointError: the names or shapes of the tensors differ.
     """
-    theirs = {name.removeprefix(prefix): entry for (kind, name), entry in source.entries.items()
-              if kind == MODEL and name.startswith(prefix)}
+    theirs = {name.removeprefix(prefix): entry for (field, name), entry in source.entries.items()
+              if field == MODEL and name.startswith(prefix)}
     with without_values(layer):
-        mine: dict[str, Tensor] = {
+        state: dict[str, Tensor] = {
             name: value for name, value in layer.state_dict().items()
             if isinstance(value, torch.Tensor) and name.rpartition(".")[2] not in ADAPTER_AXIS}
     on_disk, stored = stored_names(layer), {}
     wanted = {LAYER_NAMES[name]: name for name in theirs}
-    if odd := sorted(set(wanted) ^ set(mine)):
-        raise CheckpointError(f"{prefix}: {odd[0]!r} is not in both the source and the layer; "
-                              "build the layer with layer_settings()")
+    if odd := sorted(set(wanted) ^ set(state)):
+        raise CheckpointError(f"layer {prefix}: tensor {odd[0]!r} is in only one of the source and "
+                              "the layer; build the layer with the settings from layer_settings()")
     for ours, name in wanted.items():
         window = None
         if name.startswith("experts."):
@@ -164,20 +175,24 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
             stored[ours.removeprefix("experts.")] = part_of(whole, window)
             continue
         value = source.read((MODEL, prefix + name), window)
-        if value.shape != mine[ours].shape:
-            raise CheckpointError(f"{prefix + name!r} has shape {tuple(value.shape)}, the layer "
-                                  f"has {tuple(mine[ours].shape)}")
-        mine[ours].copy_(value)
+        if value.shape != state[ours].shape:
+            raise CheckpointError(f"{prefix + name!r} has shape {tuple(value.shape)} in the source "
+                                  f"and {tuple(state[ours].shape)} in the layer; build the layer "
+                                  "with the settings from layer_settings()")
+        state[ours].copy_(value)
     if stored:
         layer.experts.load_state_dict(stored)
     layer.ddp_check.begin(layer.experts)
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
-    """The state of a layer with all experts, as a single rank would have it. Collective where
-    experts are on several ranks.
+    """Return the state of a layer with all experts, as a single rank would have it.
 
-    below: what the names that are wanted start with, or one of them does.
+    All ranks must call this function if the experts are spread over several ranks.
+
+    Args:
+        layer: the layer.
+        below: prefix, or tuple of prefixes, of the names to return. Defaults to all names.
     """
     state = {name: value.detach() for name, value in layer.state_dict().items()
              if isinstance(value, torch.Tensor) and name.startswith(below)}
@@ -187,9 +202,9 @@ def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[st
     parts: list[dict[str, Tensor]] = [{} for _ in range(place.comm.size)]
     for name, value in state.items():
         if name.startswith("experts."):
-            with advice(f"each of the {place.comm.size} ranks holds a part of the experts, so that "
-                        "all of them must gather together: call save_pretrained, "
-                        "restore_moe_blocks or full_state on every rank, not on rank 0 alone"):
+            with advice(f"each of the {place.comm.size} ranks stores a part of the experts, so "
+                        "all ranks must gather them together: call save_pretrained, "
+                        "restore_moe_blocks or full_state on every rank, not only on rank 0"):
                 gathered = place.comm.all_gather(value.contiguous())
             for rank, part in enumerate(gathered.chunk(place.comm.size)):
                 parts[rank][name] = part

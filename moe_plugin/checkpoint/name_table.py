@@ -1,7 +1,7 @@
-"""Names of a format's tensors and neutral ones, as a table that is read in both directions.
+"""Rules that map a format's tensor names to neutral names, usable in both directions.
 
-A name has {n} in the place of a layer's number and {e} in that of an expert's. Where a format has
-each expert in a tensor of its own, the neutral tensor has all of them on axis 0.
+A name contains {n} for the number of a layer and {e} for the number of an expert. If a format
+stores each expert in a separate tensor, the neutral tensor has all experts on axis 0.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from moe_plugin.routing.contract import FLOAT32
 
 # Which tensors of a model stay in float32 when the data type of the model changes.
 #
-# * By their name: biases that move by 0.001 and statistics that add up, which 16 bits would stop.
-# * By what their layer says (`FLOAT32` of `Source.layers`, beginnings of names below it): what a
-#   module keeps when its model is cast, such as a router under `router.fp32`.
-# * Routers that are stored in more bits than the experts of their layer: somebody kept them there.
+# * By name: biases that move by 0.001 and accumulated statistics, which 16 bits would freeze.
+# * By layer (`FLOAT32` of `Source.layers`, name prefixes below the layer): tensors that a module
+#   keeps in float32 when its model is cast, such as a router under `router.fp32`.
+# * Routers stored in more bits than the experts of their layer, because that was chosen on purpose.
 
-# last part of the name: the bias of `sigmoid_bias`; of Megatron and neutral; of Hugging Face; the
-# quantiles of Megatron's quantile_balancing; running statistics of normalization
+# last part of the name, in this order: the bias of `sigmoid_bias`; the bias in Megatron and in
+# neutral names; the bias in Hugging Face; the quantiles of Megatron's quantile_balancing; running
+# statistics of normalization
 _NAMES = frozenset(("bias_E", "expert_bias", "e_score_correction_bias", "qb_beta", "running_mean",
                     "running_var"))
 _ROUTERS = ("router.", "gate.", "gates.")
@@ -48,14 +49,14 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
-    """The tensors, with `TensorEntry.keeps_float32` where it holds."""
+    """Return the tensors with `TensorEntry.keeps_float32` set where it applies."""
     tensors = list(derived)
     widest = _bytes_of_experts(tensors, layers)
     return [replace(one, entry=replace(one.entry, keeps_float32=True))
-            if _stays(one.key, one.entry, layers, widest) else one for one in tensors]
+            if _keeps_float32(one.key, one.entry, layers, widest) else one for one in tensors]
 
 
-def _stays(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, int]) -> bool:
+def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, int]) -> bool:
     field, name = key
     if field != MODEL or not entry.dtype.is_floating_point:
         return False
@@ -71,35 +72,36 @@ def _stays(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping[str, in
 
 
 def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
-    """Bytes of the widest number of each layer's experts."""
-    found: dict[str, int] = {}
-    for one in tensors:
-        (field, name), dtype = one.key, one.entry.dtype
+    """Return the bytes of the widest floating-point type of each layer's experts."""
+    widest: dict[str, int] = {}
+    for tensor in tensors:
+        (field, name), dtype = tensor.key, tensor.entry.dtype
         layer, experts, _ = name.partition("experts.")
         if experts and field == MODEL and layer in layers and dtype.is_floating_point:
-            found[layer] = max(found.get(layer, 0), dtype.itemsize)
-    return found
+            widest[layer] = max(widest.get(layer, 0), dtype.itemsize)
+    return widest
 
 
 KINDS = ("weight", "bias")
 _NUMBER, _PLACE = re.compile(r"\d+"), re.compile(r"\{\w\}")
-# makes what it becomes of a tensor that no rule names, or raises
+# converts a tensor that no rule names, or raises
 Others = Callable[[Derived], Derived]
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """A tensor of a format, and the neutral ones that it holds.
+    """A rule for a tensor of a format and the neutral tensors that it contains.
 
     Attributes:
-        theirs: its name.
-        ours: neutral names, in the order in which it joins them.
-        swap: its last two axes are the neutral ones' the other way round.
-        axis: of it, along which the neutral tensors follow each other.
-        shares: their sizes along it, as multiples of one another; empty: all alike.
-        groups: it has so many groups one behind the other, each with a piece of every tensor.
-        in_turn: elements of the tensors take turns along it.
-        row: it is the neutral vector as a matrix of one row.
+        theirs: name in the format.
+        ours: neutral names, in the order in which the format's tensor joins them.
+        swap: the last two axes are exchanged compared with the neutral tensors.
+        axis: axis of the format's tensor along which the neutral tensors are joined.
+        shares: relative sizes of the neutral tensors along `axis`; empty for equal sizes.
+        groups: number of consecutive groups along `axis`, each with a piece of every neutral
+            tensor.
+        in_turn: elements of the neutral tensors alternate along `axis`.
+        row: the format stores the neutral vector as a matrix with a single row.
     """
 
     theirs: str
@@ -111,47 +113,47 @@ class NameRule:
     in_turn: bool = False
     row: bool = False
 
-    def split(self, one: Derived) -> list[Derived]:
-        """The neutral tensors in one of the format's."""
+    def split(self, tensor: Derived) -> list[Derived]:
+        """Split a tensor of the format into its neutral tensors."""
         if len(self.ours) == 1:
-            return [item_of(one, 0) if self.row else self._swapped(one)]
+            return [item_of(tensor, 0) if self.row else self._swapped(tensor)]
         if self.in_turn:
-            return [self._swapped(every(one, first, len(self.ours), self.axis))
+            return [self._swapped(every(tensor, first, len(self.ours), self.axis))
                     for first in range(len(self.ours))]
         shares = self.shares or (1,) * len(self.ours)
-        unit = one.entry.shape[self.axis] // (self.groups * sum(shares))
-        found: list[list[Derived]] = [[] for _ in shares]
+        unit = tensor.entry.shape[self.axis] // (self.groups * sum(shares))
+        pieces_by_tensor: list[list[Derived]] = [[] for _ in shares]
         start, before = 0, (slice(None),) * self.axis
         for _ in range(self.groups):
-            for pieces, share in zip(found, shares, strict=True):
+            for pieces, share in zip(pieces_by_tensor, shares, strict=True):
                 stop = start + share * unit
-                pieces.append(part_of(one, (*before, slice(start, stop))))
+                pieces.append(part_of(tensor, (*before, slice(start, stop))))
                 start = stop
-        return [self._swapped(_whole(pieces, self.axis)) for pieces in found]
+        return [self._swapped(_joined(pieces, self.axis)) for pieces in pieces_by_tensor]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
-        """The reverse of `split`."""
+        """Join neutral tensors into a tensor of the format: the reverse of `split`."""
         if self.row:
             return stacked(list(parts))
         if self.in_turn:
             return interleaved([self._swapped(part) for part in parts], self.axis)
         pieces = [pieces_of(self._swapped(part), self.groups, self.axis) if self.groups > 1
                   else [self._swapped(part)] for part in parts]
-        return _whole([piece for group in zip(*pieces, strict=True) for piece in group], self.axis)
+        return _joined([piece for group in zip(*pieces, strict=True) for piece in group], self.axis)
 
-    def _swapped(self, one: Derived) -> Derived:
-        axes = len(one.entry.shape)  # an optimizer's count of steps has none
+    def _swapped(self, tensor: Derived) -> Derived:
+        axes = len(tensor.entry.shape)  # an optimizer's step counter has no axes
         if not self.swap or axes < 2:
-            return one
-        return transposed(one, (*range(axes - 2), axes - 1, axes - 2))
+            return tensor
+        return transposed(tensor, (*range(axes - 2), axes - 1, axes - 2))
 
 
-def _whole(pieces: list[Derived], axis: int) -> Derived:
+def _joined(pieces: list[Derived], axis: int) -> Derived:
     return pieces[0] if len(pieces) == 1 else joined(pieces, axis)
 
 
 class _Index:
-    """Rules by the names that they have places in."""
+    """An index of rules by name, in which numbers match placeholders."""
 
     def __init__(self, rules: Iterable[tuple[str, NameRule]]) -> None:
         self._alike: dict[str, list[tuple[re.Pattern[str], NameRule]]] = {}
@@ -161,15 +163,17 @@ class _Index:
             alike.append((re.compile(pattern), rule))
 
     def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
-        """Rules for a name, each with what is in its places."""
-        return [(rule, found.groupdict())
+        """Return the rules for a name, each with the values of its placeholders."""
+        return [(rule, match.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
-                if (found := pattern.fullmatch(name))]
+                if (match := pattern.fullmatch(name))]
 
 
 class NameTable:
-    """All rules of a format; where several are for one tensor of it, the first counts, and a
-    neutral tensor is written under the names of all.
+    """All rules of a format.
+
+    If several rules match a tensor of the format, the first rule is used. A neutral tensor is
+    written under the names of all matching rules.
     """
 
     def __init__(self, rules: Iterable[NameRule]) -> None:
@@ -178,23 +182,28 @@ class NameTable:
         self._ours = _Index((name, rule) for rule in self._order for name in rule.ours)
 
     def neutral_name(self, name: str) -> str:
-        """The first neutral name of a tensor of the format; its own where there is none."""
+        """Return the first neutral name of a tensor of the format, or `name` if no rule matches."""
         return next((rule.ours[0].format(**at) for rule, at in self._theirs.find(name)), name)
 
     def their_names(self, name: str, experts: int) -> list[str]:
-        """The format's names of a neutral tensor of so many experts; its own without any."""
-        found = [rule.theirs.format(**{"e": expert, **at}) for rule, at in self._ours.find(name)
+        """Return the format's names of a neutral tensor of `experts` experts, or `name` if none
+        match.
+        """
+        names = [rule.theirs.format(**{"e": expert, **at}) for rule, at in self._ours.find(name)
                  for expert in range(experts if "{e}" in rule.theirs else 1)]
-        return found or [name]
+        return names or [name]
 
     def neutral(self, tensors: Iterable[Derived], others: Others,
                 experts: int = 0) -> Iterator[Derived]:
-        """Tensors of the format as neutral ones.
+        """Yield the tensors of the format as neutral tensors.
 
         Args:
-            experts: in a layer; 0: as many as there are.
+            tensors: tensors of the format.
+            others: converts a tensor that no rule names, or raises.
+            experts: number of experts in a layer; 0 to infer it from the tensors.
         Raises:
-            CheckpointError: experts are missing, or not of the axes that their names say.
+            CheckpointError: an expert is missing, or the number of its axes does not match its
+                name.
         """
         single: dict[Key, tuple[NameRule, dict[int, Derived]]] = {}
         for one in tensors:
@@ -211,26 +220,29 @@ class NameTable:
             count = experts or max(each) + 1
             if lost := sorted(set(range(count)) - set(each)):
                 raise CheckpointError(
-                    f"{name!r} in {field!r} has {count} experts, and there is none with number "
-                    f"{lost[0]}: a file is missing, damaged or of another checkpoint")
+                    f"{name!r} in {field!r} has {count} experts, but expert {lost[0]} is missing: "
+                    "a file is missing, damaged or of another checkpoint")
             [whole] = rule.split(stacked([each[expert] for expert in range(count)]))
             yield _checked(whole, name)
 
     def theirs(self, source: Source, others: Others) -> Iterator[Derived]:
-        """The neutral tensors of a source as the format's; those of single experts at the end,
-        expert by expert.
+        """Yield the neutral tensors of a source as tensors of the format.
+
+        Tensors of single experts follow at the end, expert by expert.
 
         Raises:
-            CheckpointError: some of the tensors that one of the format's joins are missing.
+            CheckpointError: a tensor of the format cannot be built, because a neutral tensor is
+                missing.
         """
         single: dict[Key, list[tuple[NameRule, dict[str, str], Derived]]] = {}
         for key in source.entries:
-            found = self._ours.find(key[1])
-            if not found:
+            matches = self._ours.find(key[1])
+            if not matches:
                 yield others(source.tensor(key))
-            for rule, at in found:
-                whole = rule.join([source.tensor(_needed(source, (key[0], name.format(**at)), rule))
-                                   for name in rule.ours])
+            for rule, at in matches:
+                whole = rule.join([
+                    source.tensor(_required_key(source, (key[0], name.format(**at)), rule))
+                    for name in rule.ours])
                 if "{e}" in rule.theirs:
                     layer = rule.theirs.partition("{e}")[0].format(**at)
                     single.setdefault((key[0], layer), []).append((rule, at, whole))
@@ -244,32 +256,32 @@ class NameTable:
 
 
 def _checked(one: Derived, name: str) -> Derived:
-    """With its neutral name, which says how many axes an expert's tensor has."""
+    """Rename a tensor. An expert's tensor must have as many axes as its neutral name implies."""
     layer, experts, last = name.rpartition("experts.")
     if experts and one.key[0] == MODEL and len(last.rpartition("_")[2]) != len(one.entry.shape):
-        raise CheckpointError(f"tensor {one.key[1]!r} has shape {one.entry.shape}, which is not "
-                              f"that of {name!r}; get the checkpoint's files again")
+        raise CheckpointError(f"tensor {one.key[1]!r} has shape {one.entry.shape}, which does not "
+                              f"match {name!r}; download or copy the checkpoint's files again")
     return one.renamed(name)
 
 
-def _needed(source: Source, key: Key, rule: NameRule) -> Key:
+def _required_key(source: Source, key: Key, rule: NameRule) -> Key:
     if key not in source.entries:
         raise CheckpointError(f"the {source.format} checkpoint has no {key[1]!r} in {key[0]!r}, "
-                              f"which {rule.theirs!r} joins with others")
+                              f"which is needed to build {rule.theirs!r}")
     return key
 
 
 def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
-    """Rules of tensors that are the same but for their names.
+    """Yield rules for tensors that differ only in their names.
 
     Args:
-        theirs, ours: in front of all names.
-        names: the format's -> neutral ones.
+        theirs, ours: prefixes of all names, in the format and in neutral names.
+        names: the format's names -> neutral names.
     """
     return (NameRule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
 
 
 def both_kinds(names: Any) -> dict[str, str]:
-    """Names of linear maps or norms as those of their weights and biases."""
+    """Expand names of linear maps or norms to the names of their weights and biases."""
     return {f"{name}.{kind}": f"{neutral}.{kind}" for name, neutral in names.items()
             for kind in KINDS}

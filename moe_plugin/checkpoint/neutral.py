@@ -1,24 +1,25 @@
-"""Names, shapes and settings of a decoder model that belong to no framework.
+"""Names, shapes and settings of a decoder model that are independent of any framework.
 
 Formats convert to these names and from them, so that n formats need 2n views. D is the width, V the
 vocabulary, A the attention heads, K the heads of keys and values, H the width of a head, P the
-positions, E the experts, F the width inside an expert or MLP, G the shared expert's.
+positions, E the experts, F the width inside an expert or MLP, G the width of the shared expert, L
+the latent width.
 
     embed.weight                         [V, D]
-    position.weight                      [P, D]         learned positions alone
+    position.weight                      [P, D]         learned positions only
     layers.N.norm1.weight, bias          [D]            before attention
     layers.N.attention.q.weight          [A*H, D]       rows: heads in order; bias [A*H]
     layers.N.attention.k.weight, v       [K*H, D]       bias [K*H]
     layers.N.attention.o.weight          [D, A*H]       bias [D]
-    layers.N.attention.q_norm.weight, k_norm            where queries and keys are normalized: each
-                                         head [H], or all heads at once [A*H], [K*H]
+    layers.N.attention.q_norm.weight, k_norm            if queries and keys are normalized: per
+                                         head [H], or over all heads [A*H], [K*H]
     layers.N.attention.q_a.weight, q_a_norm, q_b        latent attention, see `LATENT`: D to the
     layers.N.attention.kv_a.weight, kv_a_norm, kv_b     latent width, its norm, to the heads
     layers.N.norm2.weight, bias          [D]            before the MoE layer or MLP
     layers.N.mlp.w_in.weight, w_gate     [F, D]         bias [F]; dense layers
     layers.N.mlp.w_out.weight            [D, F]         bias [D]
     layers.N.moe.router.weight           [E, D]         bias [E]
-    layers.N.moe.router.expert_bias      [E]            added to scores for the choice alone
+    layers.N.moe.router.expert_bias      [E]            added to scores, only to choose experts
     layers.N.moe.experts.w_in_LDF, w_gate_LDF           [E, D, F]; y = x w
     layers.N.moe.experts.w_out_LFD       [E, F, D]
     layers.N.moe.experts.bias_in_LF, bias_gate_LF, bias_out_LD   [E, F], [E, F], [E, D]
@@ -26,14 +27,15 @@ positions, E the experts, F the width inside an expert or MLP, G the shared expe
     layers.N.moe.shared.w_out.weight     [D, G]
     layers.N.moe.shared.gate.weight      [1, D]         scales the shared expert's output
     layers.N.moe.latent.down.weight      [L, D]         around the routed experts, whose rows then
-    layers.N.moe.latent.up.weight        [D, L]         are of width L in the place of D; biases
+    layers.N.moe.latent.up.weight        [D, L]         have width L instead of D; biases
     final_norm.weight, bias              [D]
-    output.weight                        [V, D]         absent where it is the embedding
+    output.weight                        [V, D]         absent if it equals the embedding
 
-Rotary positions pair element i of a head with i + H/2 (as Hugging Face and Megatron do). Optimizer
-fields have the same names and shapes. A source's `layers` has the prefixes `layers.N.moe.`, its
-`values["model"]` is `DecoderSettings.to_dict()`, `values["step"]` the number of updates,
-`values["optimizer"]` what `OPTIMIZER_VALUES` names, where there is optimizer state.
+Rotary positions pair element i of a head with i + H/2, as in Hugging Face and Megatron. Optimizer
+fields have the same names and shapes. The keys of a source's `layers` are the prefixes
+`layers.N.moe.`. Its `values["model"]` is `DecoderSettings.to_dict()`, and `values["step"]` is the
+number of updates. If the source has optimizer state, `values["optimizer"]` contains the entries
+named in `OPTIMIZER_VALUES`.
 """
 
 from __future__ import annotations
@@ -71,42 +73,44 @@ NAMES = re.compile("|".join((
     r"layers\.\d+\.moe\.latent\.(?:down|up)\.(?:weight|bias)",
 )))
 
-# of an optimizer's groups: of all parameters alike; "step": updates that it counts
+# common settings of an optimizer's groups; "step" is the number of updates that the optimizer
+# counts
 OPTIMIZER_VALUES = ("step", "lr", "betas", "eps", "weight_decay", "momentum")
 
-# DeepSeek's latent attention: ranks of the latents of queries (None: none) and of keys and values;
-# widths of a head's part without and with rotary positions, and of its values; whether rotary
-# positions pair neighbours (2i, 2i + 1).
+# DeepSeek's latent attention: ranks of the latents of queries (None if queries have no latent) and
+# of keys and values; widths of a head's part without and with rotary positions, and of its values;
+# whether rotary positions pair neighbors (2i, 2i + 1).
 LATENT = ("q_rank", "kv_rank", "plain_dim", "rotary_dim", "value_dim", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSettings:
-    """What a decoder model computes, as far as its tensors' shapes do not say it.
+    """Settings of a decoder model that cannot be derived from the shapes of its tensors.
 
     Attributes:
-        heads, kv_heads: attention heads; those of keys and values.
+        heads, kv_heads: number of attention heads; number of heads of keys and values.
         norm: "layernorm" or "rmsnorm", with `norm_eps`.
-        pre_norm: norms come before attention and MLP, not after their residual.
-        activation: of MLP and experts, by its name in `experts.activation`.
-        gated: MLP and experts are act(x w_gate) * (x w_in).
-        gate_clamp, linear_offset: as `experts.clamp`, `experts.linear_offset` of our settings.
-        weights_first: experts' inputs are multiplied by the weights, not their outputs.
+        pre_norm: norms are applied before attention and MLP, not after their residual.
+        activation: activation of MLP and experts, by its name in `experts.activation`.
+        gated: MLP and experts compute act(x w_gate) * (x w_in).
+        gate_clamp, linear_offset: same as `experts.clamp`, `experts.linear_offset` of our settings.
+        weights_first: routing weights multiply the experts' inputs, not their outputs.
         positions: "rotary" (with `rotary_base`), "learned", "sinusoidal" or "none".
-        rotary_part: of a head's width, what is turned; the rest comes behind it.
+        rotary_part: fraction of a head's width that is rotated; the unrotated part follows it.
         tied: the output matrix is the embedding.
-        embed_scale: embeddings (not positions) are multiplied by it.
+        embed_scale: factor for embeddings (not for positions).
         top_k: experts per token; 0 without MoE layers.
-        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings;
-            `normalize_top_k`: the chosen ones are divided by max(sum + `normalize_add`,
-            `normalize_min`), then times `router_scale`.
-        groups, group_top_k, group_scores: as `router.groups`, ... of our settings; 0 groups: none.
-        rotary_scaling: how rotary positions are stretched, as `rope_scaling` of Hugging Face with
-            "rope_type"; empty: not at all.
-        window: tokens that attention looks back; 0: all.
-        latent: `LATENT` by name, where attention is latent.
-        extra: settings that a format knows and this list does not, by the format's own names; a
-            format refuses by name what it does not hold.
+        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings.
+            With `normalize_top_k` the chosen scores are divided by max(sum + `normalize_add`,
+            `normalize_min`), then multiplied by `router_scale`.
+        groups, group_top_k, group_scores: same as `router.groups`, `router.group_top_k`,
+            `router.group_scores` of our settings. With 0 groups, routing is not limited to groups.
+        rotary_scaling: scaling of rotary positions, like `rope_scaling` of Hugging Face with
+            "rope_type"; empty for no scaling.
+        window: number of previous tokens that attention can see; 0 for all tokens.
+        latent: values by the names in `LATENT`, for latent attention.
+        extra: settings outside this list, by the format's own names. A format that does not support
+            such a setting raises an error with its name.
     """
 
     heads: int
@@ -141,36 +145,38 @@ class DecoderSettings:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the settings as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
-        """From `to_dict`; `CheckpointError` where an entry is missing or unknown."""
-        known = {one.name for one in fields(cls)}
+        """Build settings from `to_dict`; raise `CheckpointError` for missing or unknown entries."""
+        known = {setting.name for setting in fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise CheckpointError(f"unknown model setting {unknown[0]!r}; known: {sorted(known)}")
+            raise CheckpointError(f"unknown model setting {unknown[0]!r}; known settings: "
+                                  f"{sorted(known)}")
         try:
             return cls(**values)
         except TypeError as error:
-            raise CheckpointError(f"incomplete model settings: {error}") from error
+            raise CheckpointError(f"the model settings are incomplete: {error}") from error
 
 
 class NeutralModel:
-    """What a neutral source holds, by its settings and the shapes of its tensors.
+    """A summary of a neutral source, from its settings and the shapes of its tensors.
 
     Attributes:
         width, vocabulary: D, V.
         head_dim: H.
-        dense, moe: numbers of the layers with an MLP, and with experts.
-        layers: how many in all.
-        experts, expert_width, shared_width, dense_width: E, F, G, F; 0 where there are none.
-        biases: of attention: "none", "qkv" or "all".
+        dense, moe: indices of the layers with an MLP, and of the layers with experts.
+        layers: total number of layers.
+        experts, expert_width, shared_width, dense_width: E, F, G, F; 0 if the model has no such
+            part.
+        biases: biases of attention: "none", "qkv" or "all".
         qk_norm: "none", "head" or "all".
         shared: "none", "plain" or "gated".
-        dtype: of the embedding.
+        dtype: data type of the embedding.
     Raises:
-        CheckpointError: it is no whole model.
+        CheckpointError: the source is not a complete model.
     """
 
     def __init__(self, source: Source) -> None:
@@ -178,7 +184,8 @@ class NeutralModel:
         shapes = {name: entry.shape for (kind, name), entry in source.entries.items()
                   if kind == MODEL}
         if "embed.weight" not in shapes or "layers.0.norm1.weight" not in shapes:
-            raise CheckpointError("the source has no embedding or no layer 0: it is no whole model")
+            raise CheckpointError("the source has no embedding or no layer 0, so it is not a "
+                                  "complete model")
 
         def size(name: str, axis: int = 0) -> int:
             return shapes[name][axis] if name in shapes else 0
@@ -207,19 +214,20 @@ class NeutralModel:
 
     @property
     def group_scores(self) -> int | None:
-        """How many scores make a group's; None: no groups."""
+        """Return the number of scores that make up a group's score, or None without groups."""
         s = self.settings
         return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
 
 
 def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held: Container[str],
           extra: Container[str]) -> list[str]:
-    """What of a model a format cannot have, each with what it must be.
+    """Return the settings of a model that a format does not support, each with the allowed values.
 
     Args:
-        checks: of settings: name, whether it fits, what it must be.
-        held: settings that the format has a form of; others must be at their default.
-        extra: those of `model.extra` that it knows.
+        model: settings of the model.
+        checks: for each setting, its name, whether it fits, and the allowed values.
+        held: settings that the format can store; all other settings must have their default.
+        extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)
     wrong = [(name, values[name], choices) for name, fits, choices in checks if not fits]
@@ -232,25 +240,25 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
 
 
 def check_names(names: Any) -> None:
-    """`CheckpointError` for the first name that is not a neutral one."""
+    """Raise `CheckpointError` for the first name that is not a neutral name."""
     for name in names:
         if not NAMES.fullmatch(name):
-            raise CheckpointError(f"tensor {name!r} has no neutral name, so that it cannot become "
-                                  "another format's; convert to the checkpoint's own format")
+            raise CheckpointError(f"tensor {name!r} has no neutral name, so it cannot be converted "
+                                  "to another format; convert to the checkpoint's own format")
 
 
 def zeros(like: Derived, name: str) -> Derived:
-    """A vector of zeros, one for each row of a matrix: a bias that changes nothing."""
+    """Return a vector of zeros with one element for each row of a matrix: a bias without effect."""
     return filled((like.key[0], name), like.entry.shape[:1], like.entry.dtype)
 
 
 def is_zero(source: Source, name: str) -> bool:
-    """Whether a small tensor is zero in every field that has it."""
+    """Return whether a small tensor is zero in every field that contains it."""
     return not any(bool(source.read(key).any()) for key in source.entries if key[1] == name)
 
 
 def masters(source: Source) -> list[Derived]:
-    """Float32 copies of 16-bit parameters that optimizer state is for, where there are none."""
+    """Return float32 copies of the 16-bit parameters with optimizer state, unless copies exist."""
     trained = {name for field, name in source.entries if field != MODEL}
     if any(field == "master" for field, _ in source.entries):
         return []

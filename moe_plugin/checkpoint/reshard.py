@@ -1,9 +1,9 @@
-"""State dicts of ranks to one full state dict and back.
+"""Conversion between the state dicts of ranks and one full state dict.
 
-A rank's state has its own experts; a *full* state has all of them, as a single rank would: expert
-tensors start with the axis of all E experts. `merge` and `split` are inverse for every number of
-ranks that the experts fit. Both also take tensors that are still on disk (`source.Derived`) and
-give such tensors.
+A rank's state has only the rank's experts. A *full* state has all experts, as on a single rank:
+expert tensors start with the axis of all E experts. `merge` and `split` are inverse for every
+number of ranks that fits the experts. Both functions also accept tensors that are still on disk
+(`source.Derived`), and return tensors of the same kind.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from moe_plugin.tuning.layout_selector import STATE_VERSION
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 State = Mapping[str, Any]
-# of one rank: field ("model", "exp_avg", ...) -> name -> tensor on disk (`Derived`) or other value
+# columns of a single rank: field ("model", "exp_avg", ...) -> name -> tensor on disk (`Derived`) or
+# other value
 Columns = Mapping[str, Mapping[str, Any]]
-COLUMNS = "columns"  # of `Source.values`: what is in columns and is no tensor
-GROUPS = "optimizer_groups"  # of `Source.values`
+COLUMNS = "columns"  # key in `Source.values`: the values in columns that are not tensors
+GROUPS = "optimizer_groups"  # key in `Source.values`
 
 
 def moe_layers(state: State) -> dict[str, dict[str, int]]:
-    """Prefix of every MoE layer in a state dict, with where its experts come from.
+    """Return the prefix of every MoE layer in a state dict, with the origin of its experts.
 
     See `MoELayer.get_extra_state`.
     """
@@ -51,26 +52,26 @@ def moe_layers(state: State) -> dict[str, dict[str, int]]:
 
 def merge(states: Sequence[State],
           layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
-    """Full state from the states of ranks 0..W-1 of one expert-parallel group.
+    """Merge the states of ranks 0 to W-1 of one expert-parallel group into the full state.
 
-    Shared entries are taken from rank 0.
+    Entries that are not experts come from rank 0.
 
     Args:
-        states: one per rank, in rank order; tensors of experts, and anything else with the same
-            keys.
-        layers: prefixes and origins; None: read from rank 0's state (pass them for states without
-            layers, such as an optimizer's).
+        states: one state per rank, in rank order, all with the same keys.
+        layers: prefixes and origins of the MoE layers. Defaults to the layers in rank 0's state.
+            Pass the layers for states that do not contain them, such as optimizer states.
     Raises:
-        ValueError: the number of states is not the group's size, or they are not in rank order.
+        ValueError: the number of states differs from the group size, or states are not in rank
+            order.
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):
         for prefix, origin in moe_layers(state).items():
             if origin["ep_size"] != len(states) or origin["ep_rank"] != rank:
                 raise ValueError(
-                    f"state {rank} of {len(states)} is of rank {origin['ep_rank']} of "
-                    f"{origin['ep_size']} for layer {prefix!r}; pass the "
-                    "states of all ranks of the group in rank order")
+                    f"state {rank} of {len(states)} was saved by rank {origin['ep_rank']} of "
+                    f"{origin['ep_size']} for layer {prefix!r}; pass the states of all ranks of "
+                    "the group in rank order")
     whole: dict[str, Any] = {}
     for key, value in states[0].items():
         prefix = _layer_of(key, layers)
@@ -88,18 +89,20 @@ def merge(states: Sequence[State],
 
 def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, int]] | None = None,
           shards: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The state of rank `rank` of `size` from a full state.
+    """Return the state of rank `rank` of `size` from a full state.
 
     Args:
         whole: the full state.
-        rank, size: of the expert-parallel group.
-        shards: by prefix of a layer, the number of ranks over which each expert is cut, where
-            `parallel.shards` sets it.
+        rank, size: rank in the expert-parallel group, and its size.
+        layers: see `merge`.
+        shards: number of ranks over which each expert is cut, by layer prefix, if `parallel.shards`
+            sets it. Optional.
     Raises:
-        ValueError: the experts do not fit this number of ranks, or it has no such rank.
+        ValueError: the experts do not fit this number of ranks, or the rank does not exist.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size} ranks: must be >= 0 and < {size}, of >= 1 ranks")
+        raise ValueError(f"rank {rank} of {size} ranks does not exist: the rank must be >= 0 and < "
+                         f"{size}, and the number of ranks must be >= 1")
     layers = moe_layers(whole) if layers is None else layers
     part: dict[str, Any] = {}
     for key, value in whole.items():
@@ -117,7 +120,7 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
 
 
 def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Prefix of the MoE layer whose experts (or origin) `key` names; None for shared entries."""
+    """Return the prefix of the MoE layer that `key` belongs to; None for shared entries."""
     for prefix in layers:
         if key.startswith(prefix) and (key.startswith(prefix + "experts.")
                                        or key == prefix + "_extra_state"):
@@ -130,12 +133,13 @@ def _check_fit(prefix: str, experts: int, size: int, shards: int | None) -> None
         if size % shards or experts % (size // shards):
             raise ValueError(
                 f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks with "
-                f"shards={shards}; choose others"
+                f"shards={shards}: ranks must be a multiple of shards, and num_experts a multiple "
+                "of ranks / shards"
             )
     elif experts % size and size % experts:
         raise ValueError(
-            f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks: must be "
-            "a multiple or a divisor; choose another size"
+            f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks: the "
+            "number of ranks must be a multiple or a divisor of num_experts"
         )
 
 
@@ -154,7 +158,7 @@ def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key:
         whole[key] = pieces[0]
         return
     shards = shards or max(1, len(states) // experts)
-    if shards > 1:  # consecutive ranks have the shards of the same experts
+    if shards > 1:  # consecutive ranks store the shards of the same experts
         axis = _axis(key, name)
         pieces = [
             _join(pieces[first:first + shards], axis)
@@ -177,8 +181,8 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
     shards = shards or max(1, size // experts)
     axis = _axis(key, name) if shards > 1 else 0
     if shards > 1 and shape[axis] % shards:
-        raise ValueError(f"{key!r} of shape {shape} does not fit {shards} shards: axis {axis} "
-                         "must be a multiple; choose another number")
+        raise ValueError(f"{key!r} of shape {shape} does not fit {shards} shards: the size of axis "
+                         f"{axis} must be a multiple of the shards; choose another number of ranks")
     window = window_of_rank(shape, rank, experts * shards // size, shards, axis)
     if isinstance(value, Derived):
         return {key: value if rank == 0 and size == 1 else part_of(value, window)}
@@ -186,11 +190,14 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 
 def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
-    """What a rank of an expert-parallel group stores of a tensor of all experts.
+    """Return the window of a tensor of all experts that a rank of an expert-parallel group stores.
 
     Args:
-        local: experts on a rank.
-        shards: consecutive ranks that each have a part of the same experts along `axis`.
+        shape: shape of the tensor of all experts.
+        rank: rank in the expert-parallel group.
+        local: number of experts on a rank.
+        shards: number of consecutive ranks that each store a part of the same experts.
+        axis: axis along which these parts are cut.
     """
     run, shard = divmod(rank, shards)
     window = [slice(0, size) for size in shape]
@@ -202,7 +209,7 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Empty for what has no axes: numbers, tensors of one, what is not a tensor."""
+    """Return the shape; empty for values without axes: numbers, scalar tensors, other objects."""
     if isinstance(value, Derived):
         return value.entry.shape
     return tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -217,17 +224,19 @@ def _join(pieces: Sequence[Any], axis: int) -> Any:
 def _axis(key: str, name: str) -> int:
     if name not in PART_AXIS:
         raise ValueError(
-            f"{key!r} is not a parameter that can be cut; known: {', '.join(SHARD_AXIS)}; use at "
-            "most as many ranks as experts")
+            f"{key!r} is not a parameter that can be cut into shards; only these can: "
+            f"{', '.join(SHARD_AXIS)}; use at most as many ranks as experts")
     return PART_AXIS[name]
 
 
 def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],
                   values: Mapping[str, Any], description: Mapping[str, Any],
                   paths: Sequence[Path]) -> DerivedSource:
-    """A source of whole tensors in columns; what is none goes to its `values[COLUMNS]`.
+    """Build a source from columns; values that are not tensors are stored in `values[COLUMNS]`.
 
     Args:
+        format, layers, values: see `Source`.
+        columns: whole tensors on disk and other values, by field and name.
         description, paths: see `Source.describe` and `Source.files`.
     """
     rest = {field: {name: value for name, value in column.items()
@@ -240,9 +249,10 @@ def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[st
 
 def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
                   description: Mapping[str, Any], paths: Sequence[Path]) -> DerivedSource:
-    """The whole tensors of the ranks of one expert-parallel group.
+    """Build a source of whole tensors from the ranks of one expert-parallel group.
 
     Args:
+        format, values: see `Source`.
         ranks: columns of each rank, in rank order.
         description, paths: see `Source.describe` and `Source.files`.
     """
@@ -254,7 +264,7 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """All that a source has in columns, tensors and other values."""
+    """Return all tensors and other values that a source has in columns."""
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
         whole.setdefault(field, {})[name] = source.tensor((field, name))
@@ -265,15 +275,19 @@ def columns_of(source: Source) -> dict[str, dict[str, Any]]:
 
 def columns_of_rank(source: Source, rank: int, size: int,
                     shards: int | Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
-    """What rank `rank` of an expert-parallel group of `size` stores of a source.
+    """Return the columns of a source that one rank of an expert-parallel group stores.
 
     Args:
-        shards: ranks over which each expert is cut: of all layers, or by a layer's prefix.
+        source: the source.
+        rank, size: rank in the expert-parallel group, and its size.
+        shards: number of ranks over which each expert is cut, for all layers or by layer prefix.
+            Optional.
     """
     if isinstance(shards, int):
         shards = dict.fromkeys(source.layers, shards)
     whole = columns_of(source)
-    for prefix, origin in source.layers.items():  # of a format that does not store it
+    # for formats that do not store the layers' extra state
+    for prefix, origin in source.layers.items():
         whole[MODEL].setdefault(prefix + "_extra_state", {
             "version": STATE_VERSION, "num_experts": origin["num_experts"], "ep_size": 1,
             "ep_rank": 0})
@@ -282,17 +296,19 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
 
 def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """Expert-parallel size and shards that ranks' layers name, for `Source.describe`."""
-    found = {}
+    """Return the expert-parallel size and the number of shards of the layers."""
+    sizes = {}
     for name, key in (("ep", "ep_size"), ("shards", "shards")):
         given = sorted({origin[key] for origin in layers.values() if key in origin})
         if given:
-            found[name] = given[0] if len(given) == 1 else given
-    return found
+            sizes[name] = given[0] if len(given) == 1 else given
+    return sizes
 
 
 def bytes_of_ranks(source: Source, world: int, ep: int) -> int:
-    """Bytes of tensors that `world` ranks write, each its experts and everything else."""
+    """Return the bytes of tensors that `world` ranks write; each writes its experts and all the
+    rest.
+    """
     ahead, total = tuple(prefix + "experts." for prefix in source.layers), 0
     for (_, name), entry in source.entries.items():
         total += entry.nbytes * (world // ep if ahead and name.startswith(ahead) else world)

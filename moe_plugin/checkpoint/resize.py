@@ -1,8 +1,8 @@
-"""Another number of expert-parallel ranks between two steps of a run, without a checkpoint.
+"""Change of the number of expert-parallel ranks between two steps of a run, without a checkpoint.
 
-Experts and what the optimizer keeps for each of them go from the ranks that store them to those
-that will (`planner.resharding`), point to point: nothing is gathered, and what a rank keeps does
-not travel. Of several ranks that store the same experts each sends a part.
+Experts and their optimizer state are sent point to point from the ranks that store them to the
+ranks that will store them (`planner.resharding`). Nothing is gathered, and data that stays on a
+rank is not sent. If several ranks store the same experts, each of them sends a part.
 """
 
 from __future__ import annotations
@@ -25,39 +25,43 @@ from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.utils.dtensors import is_sharded
 
-# what a layer has of its group; its router and experts are moved one by one
+# attributes of a layer that depend on its group; router and experts are moved separately
 _OF_THE_GROUP = ("comm", "config", "placement", "tokens", "layouts", "capacity", "ddp_check")
-Positions = Sequence[int]  # by rank of the world, its rank in its expert-parallel group
+Positions = Sequence[int]  # by rank of the world: its rank in its expert-parallel group
 
 
 def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | None, comm: Comm,
                            world: Comm | None = None,
                            copies: MutableMapping[Tensor, Tensor] | None = None
                            ) -> dict[Tensor, nn.Parameter]:
-    """Spread the experts of all `MoELayer`s of a model over another expert-parallel group.
+    """Redistribute the experts of all `MoELayer`s of a model over another expert-parallel group.
 
-    Call it between `optimizer.step()` and the next forward pass: gradients of experts are dropped.
-    Layers stay the same objects, and so do all parameters but the experts'; of those the optimizer
-    gets the new ones, with their state. What was done to the old ones must be done again: call
-    `gradients.sync.reduce_experts` again where it was called, or pass the new groups to
-    `sync_gradients`. What a tuner has learned is forgotten. Collective over `world`; one layer's
-    experts are in memory twice at a time.
+    Call this function between `optimizer.step()` and the next forward pass, because gradients of
+    experts are dropped. Layers remain the same objects, and so do all parameters except those of
+    the experts. The optimizer receives the new expert parameters with their state. Any setup of the
+    old parameters must be repeated. For example, call `gradients.sync.reduce_experts` again if it
+    was called before, or pass the new groups to `sync_gradients`. The measurements of a tuner are
+    lost. The call is collective over `world`. During the call, memory must hold two copies of one
+    layer's experts.
 
     Args:
-        model: in a plain training loop, wrapped or not.
-        optimizer: of all experts' trainable parameters, whose state of each is tensors of its
-            shape or of one element: of torch's all but Adafactor. None: none. Moving averages of
-            weights that are kept elsewhere need a call of their own, without optimizer.
-        comm: the new group of this rank, of any size that the experts fit; a group of one: every
-            rank has all experts.
-        world: all data-parallel ranks; None: those of the default group.
-        copies: what the optimizer updates in the place of parameters, such as float32 copies of
-            16-bit weights, by parameter; those of the experts are replaced. None: nothing else.
-    Returns: the experts' new parameters by the old ones.
+        model: model of a plain training loop, wrapped or not.
+        optimizer: optimizer of all trainable expert parameters. The optimizer's state of a
+            parameter must consist of tensors of the parameter's shape or of one element, as in all
+            optimizers of torch except Adafactor. Moving averages of weights that are stored
+            elsewhere need a separate call without an optimizer. Optional.
+        comm: the new group of this rank, of any size that fits the experts. In a group of size 1
+            every rank has all experts.
+        world: all data-parallel ranks. Defaults to the ranks of the default group.
+        copies: tensors that the optimizer updates in place of parameters, such as float32 copies of
+            16-bit weights, by parameter. Copies of expert parameters are replaced. Optional.
+    Returns: a mapping from the experts' old parameters to their new parameters.
     Raises:
-        ValueError: before anything has moved: custom experts, ranks with the same tokens, experts
-            that do not fit the group, groups of different sizes, parameters that are sharded or
-            that the optimizer does not have, states of other shapes or that differ between ranks.
+        ValueError: the model, the optimizer or the groups do not support the change. Reasons are
+            custom experts, ranks with the same tokens, experts that do not fit the group, groups of
+            different sizes, parameters that are sharded or missing in the optimizer, and optimizer
+            states that have other shapes or differ between ranks. The error is raised before any
+            data is moved.
     """
     world = default_comm() if world is None else world
     layers = named_layers_in(model)
@@ -65,7 +69,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
               for name, layer in layers.items()}
     after = _positions("new", comm, world)
     for name, layer in layers.items():
-        _check(name, layer, comm.size)
+        _check_layer(name, layer, comm.size)
     copies, changed = {} if copies is None else copies, dict[Tensor, nn.Parameter]()
     _check_states({name: copies.get(tensor, tensor) for name, tensor in
                    _experts_of(layers).items()}, optimizer, world)
@@ -75,21 +79,24 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """`ValueError` where an expert-parallel group of one of these sizes does not fit: its setting,
-    value, bound and remedy; see `change_expert_parallel`.
+    """Raise `ValueError` if an expert-parallel group of one of these sizes does not fit.
+
+    The message names setting, value, bound and remedy. See `change_expert_parallel`.
 
     Args:
-        sizes: by step.
-        world: data-parallel ranks.
+        model: the model.
+        sizes: size of the expert-parallel group by step.
+        world: number of data-parallel ranks.
     """
     for step, size in sizes.items():
         given = f"resize.expert_parallel_at={step}={size}"
         if world % size:
-            raise ValueError(f"{given} is out of bounds: must divide the {world} data-parallel "
-                             f"ranks; use {math.gcd(world, size)}, or leave it out")
+            raise ValueError(f"{given} is out of bounds: the size must divide the {world} "
+                             f"data-parallel ranks; use {math.gcd(world, size)}, or remove the "
+                             "setting")
         for name, layer in named_layers_in(model).items():
             try:
-                _check(name, layer, size)
+                _check_layer(name, layer, size)
             except ValueError as error:
                 raise ValueError(f"{given}: {error}") from error
 
@@ -97,28 +104,30 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
 def _check_movable(name: str, layer: MoELayer) -> None:
     config = layer.given
     if config.experts.store != "device":
-        raise ValueError(f"layer {name!r} has experts.store={config.experts.store}, whose experts "
-                         "do not travel between ranks: must be device; save a checkpoint and start "
-                         "again with other ranks")
+        raise ValueError(f"layer {name!r} has experts.store={config.experts.store}, but only "
+                         "experts in device memory can move between ranks: use "
+                         "experts.store=device, or save a checkpoint and restart with the new "
+                         "number of ranks")
     if not layer.experts.supports_gather:
-        raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be told apart"
-                         " by expert: use experts of a registered kind, or a checkpoint")
+        raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be split by "
+                         "expert: use experts of a registered kind, or a checkpoint")
     if layer.layouts.experts.adapters is not None:
-        raise ValueError(f"layer {name!r} has adapters, whose settings a new layer would not have: "
-                         "must be merged; call merge_lora(model), or save a checkpoint and use "
+        raise ValueError(f"layer {name!r} has adapters, whose settings a rebuilt layer would lose: "
+                         "merge them with merge_lora(model), or save a checkpoint and use "
                          "moe-plugin reshard")
     for key, parameter in layer.named_parameters():
         if is_sharded(parameter) and key.startswith(("router.", "experts.")):
             raise ValueError(
-                f"layer {name!r} has parameter {key!r} sharded by fully_shard, which cannot change "
-                "between two steps: save a checkpoint and use moe-plugin reshard")
+                f"layer {name!r} has parameter {key!r} sharded by fully_shard, and the sharding "
+                "cannot change between two steps: save a checkpoint and use moe-plugin reshard")
     if config.parallel.replicas > 1:
         raise ValueError(
-            f"layer {name!r} has parallel.replicas={config.parallel.replicas}, ranks with the same "
-            "tokens: must be 1; save a checkpoint and start again with other ranks")
+            f"layer {name!r} has parallel.replicas={config.parallel.replicas}, so several ranks "
+            "have the same tokens, but resizing needs parallel.replicas=1: save a checkpoint and "
+            "restart with the new number of ranks")
 
 
-def _check(name: str, layer: MoELayer, ranks: int) -> None:
+def _check_layer(name: str, layer: MoELayer, ranks: int) -> None:
     config, shards = layer.given, layer.given.parallel.shards
     _check_movable(name, layer)
     check_shards(config.num_experts, ranks, shards)
@@ -137,9 +146,9 @@ def _experts_of(layers: Mapping[str, MoELayer]) -> dict[str, Tensor]:
 
 def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None,
                   world: Comm) -> None:
-    """All ranks move the same tensors, with all that the optimizer keeps of them, or none does.
+    """Check that all ranks move the same tensors with the same optimizer state.
 
-    tensors: parameters and buffers that move.
+    tensors: parameters and buffers that will be moved.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     updated = {parameter for group in groups for parameter in group["params"]}
@@ -154,15 +163,16 @@ def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimize
     for name, tensor in tensors.items():
         if name in missing:
             raise ValueError(
-                f"parameter {name!r} is trained and not one of optimizer {kind}: what is kept of "
-                "it elsewhere would stay behind; pass the optimizer of all MoE layers' parameters, "
-                "or save a checkpoint and use moe-plugin reshard")
+                f"parameter {name!r} is trained but is not a parameter of optimizer {kind}, so "
+                "state stored elsewhere would not move; pass the optimizer of all MoE layers' "
+                "parameters, or save a checkpoint and use moe-plugin reshard")
         for field, value in sorted(_state(optimizer, tensor).items()):
             if _stays_behind(value, tensor):
                 raise ValueError(
-                    f"optimizer {kind} keeps state {field!r} of shape {tuple(value.shape)} for "
-                    f"{name!r} of shape {tuple(tensor.shape)}: must be of its shape, or of one "
-                    "element, to move with it; use another optimizer, such as AdamW")
+                    f"optimizer {kind} has state {field!r} of shape {tuple(value.shape)} for "
+                    f"{name!r} of shape {tuple(tensor.shape)}: only state of the parameter's shape "
+                    "or of one "
+                    "element can move; use another optimizer, such as AdamW")
 
 
 def _stays_behind(value: Any, parameter: Tensor) -> bool:
@@ -178,9 +188,11 @@ def _moves(value: Any, parameter: Tensor) -> bool:
 
 
 def _positions(name: str, comm: Comm, world: Comm) -> Positions:
-    """name: of the groups, for the message.
+    """Return, for each rank of the world, its rank in its expert-parallel group.
 
-    Raises: ValueError: not every expert-parallel group is complete.
+    name: description of the groups for the error message.
+
+    Raises: ValueError: an expert-parallel group is incomplete.
     """
     mine = torch.tensor([[comm.rank, comm.size]], dtype=torch.int64, device=world.device)
     places = world.all_gather(mine).tolist()
@@ -188,9 +200,9 @@ def _positions(name: str, comm: Comm, world: Comm) -> Positions:
     complete = all(ranks.count(rank) == world.size // comm.size for rank in range(comm.size))
     if {size for _, size in places} != {comm.size} or not complete:
         raise ValueError(
-            f"expert-parallel groups ({name}) do not make up the {world.size} ranks of the world "
-            f"(rank and size by rank: {places[:16]}); every rank must be in one group, all of one "
-            "size")
+            f"expert-parallel groups ({name}) do not cover the {world.size} ranks of the world "
+            f"(rank and size of the group, by rank: {places[:16]}); "
+            "every rank must be in exactly one group, and all groups must have the same size")
     return ranks
 
 
@@ -210,7 +222,7 @@ def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm
         target.requires_grad_(parameter.requires_grad)
         now: Tensor = target
         if updated is not parameter:
-            now = copies[target] = _like(updated, _moved(move, updated.data))
+            now = copies[target] = _wrapped_like(updated, _moved(move, updated.data))
         if optimizer is not None:
             _replace(optimizer, updated, now, state)
         changed[parameter] = target
@@ -222,30 +234,29 @@ def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm
 
 def _moved(move: Resharding, value: Tensor) -> Tensor:
     moved = move(value, value.dtype)
-    assert moved is not None  # every rank stores some of it
+    assert moved is not None  # every rank stores a part of the tensor
     return moved
 
 
-def _like(old: Tensor, value: Tensor) -> Tensor:
-    """A tensor of this value of the kind of `old`, to be trained as it is."""
+def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
+    """Return the value as a parameter if `old` is a parameter, with the same requires_grad."""
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 
 
 def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
-    """A layer like this one over another group: with this one's router, and experts to be filled.
-    """
+    """Build a layer like this one over another group, with its router and uninitialized experts."""
     probe = layer.experts.anchor
     where = {"dtype": probe.dtype, "device": probe.device}
     cards = [probe.device] if probe.device.type == "cuda" else []
-    with torch.random.fork_rng(cards):  # what is drawn here is overwritten
+    with torch.random.fork_rng(cards):  # the random values drawn here are overwritten
         new = MoELayer(layer.given, comm, host=layer.layouts.host,
                        router=layer.router if layer.has_own_router else None, **where)
     for name, module in layer.router.named_modules():
         twin = new.router.get_submodule(name)
         _keep_hooks(module, twin)
         twin._parameters.update(module._parameters)
-        # tables of the group and a step's counts, which are not saved either, are new
+        # non-persistent buffers (tables of the group, counts of a step) are built for the new group
         twin._buffers.update({key: value for key, value in module._buffers.items()
                               if key not in module._non_persistent_buffers_set})
     new.train(layer.training)
@@ -253,7 +264,7 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
 
 
 def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Who listens to what a router returns does so from now on, too."""
+    """Copy hooks, so that observers of the old router also observe the new one."""
     for key, hook in list(old._forward_hooks.items()):
         if hook not in new._forward_hooks.values():
             new._forward_hooks[key] = hook
@@ -262,7 +273,7 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _layout(place: Placement, name: str, local: Tensor, positions: Positions) -> TensorLayout:
-    """Where a parameter of all experts is, by rank of the world; its first axis counts experts."""
+    """Describe which part of an expert parameter each rank of the world stores."""
     axis, shards = SHARD_AXIS[name], place.shards
     shape = [place.experts, *local.shape[1:]]
     shape[axis] *= shards
@@ -274,7 +285,7 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
 
 def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor,
              state: Mapping[str, Any]) -> None:
-    """Let the optimizer update `new` in the place of `old`."""
+    """Make the optimizer update `new` instead of `old`."""
     if isinstance(new, nn.Parameter):
         mark_expert(new)
     for group in optimizer.param_groups:

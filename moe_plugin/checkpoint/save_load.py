@@ -1,7 +1,6 @@
-"""Checkpoints of plain PyTorch training: a directory, written completely or not at all, read at any
-number of ranks. Its files are described in `moe_plugin.checkpoint.formats.plain`.
+"""Checkpoints of plain PyTorch training, written atomically and readable by any number of ranks.
 
-Every file has a checksum (`moe_plugin.utils.checksums`), verified before anything is loaded.
+`formats.plain` describes the files. Loading verifies the checksums of the files first.
 """
 
 from __future__ import annotations
@@ -39,29 +38,27 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import move_into_place, write_remedy
 
 logger = logging.getLogger(__name__)
-# of shapes by name, as the checkpoint has them, and its `extra`
+# arguments: the checkpoint's shapes by name, and its `extra`
 Leave = Callable[[Mapping[str, tuple[int, ...]], Mapping[str, Any]], Collection[str]]
 
 
 def save(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
          extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
-    """Write a checkpoint; all ranks of `comm` call it.
+    """Write a checkpoint. All ranks of `comm` must call this function.
 
-    Everything is written next to the target and moved into place at the end, so that a killed run
-    leaves either the old or the new checkpoint complete.
+    The files are moved into place at the end, so a killed run leaves the old or the new checkpoint.
 
     Args:
-        model: in a plain training loop, also in FSDP2; without the wrapper of DDP.
-        comm: the expert-parallel group; None: that of the model's `MoELayer`s.
-        extra: JSON values of the caller (step, seed, ...), equal on all ranks: checked before
-            anything is written.
-        keep_old: the checkpoint that was there stays as `DIRECTORY.old`, which `load` takes where
-            this one is damaged later.
+        model: model of a plain training loop, also with FSDP2, but without the wrapper of DDP.
+        optimizer: optimizer to save. Optional.
+        comm: expert-parallel group. Defaults to the group of the model's `MoELayer`s.
+        extra: JSON values (step, seed, ...), equal on all ranks; checked before writing starts.
+        keep_old: keep the old checkpoint as `DIRECTORY.old`, which `load` uses after damage.
     Raises:
-        CheckpointError: a rank could not write, or `extra` is not JSON; on every rank.
-        ValueError: layers of several groups without `comm`; adapters of experts that are spread
-            over ranks.
+        CheckpointError: raised on every rank if a rank could not write or `extra` is not JSON.
+        ValueError: layers use several groups and `comm` is missing, or experts with adapters are
+            spread over ranks.
     """
     comm = comm or _group_of(model)
     _refuse_adapters(model, comm)
@@ -69,7 +66,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
     scratch = target.with_name(target.name + ".writing")
     try:
         _save(scratch, target, model, optimizer, comm, extra or {}, keep_old)
-    except CheckpointError:  # of all ranks, which write no more
+    except CheckpointError:  # raised on all ranks, so no rank is still writing
         if comm.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -78,19 +75,19 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
 def _save(scratch: Path, target: Path, model: nn.Module,
           optimizer: torch.optim.Optimizer | None, comm: Comm, extra: Mapping[str, Any],
           keep_old: bool) -> None:
-    with _together(comm, target):
+    with _on_all_ranks(comm, target):
         _check_extra(extra)
         if comm.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-    with _together(comm, target):
-        own = model.state_dict()
-        _check_group(own, comm)
-        state = {"model": whole(own, comm),
+    with _on_all_ranks(comm, target):
+        model_state = model.state_dict()
+        _check_group(model_state, comm)
+        state = {"model": whole(model_state, comm),
                  "optimizer": whole(_optimizer_state(model, optimizer), comm)}
         checksums.write_sealed(scratch / part_name(comm.rank, comm.size),
                                lambda stream: torch.save(state, stream))
-    with _together(comm, target):
+    with _on_all_ranks(comm, target):
         if comm.rank == 0:
             write_index(scratch, comm.size, extra)
             move_into_place(scratch, target, keep_old)
@@ -102,93 +99,94 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"extra[{name!r}] is a {type(value).__name__} that JSON cannot hold ({error}): "
-                "must be numbers and text, in lists and dicts; give tensor.tolist(), or register "
-                "tensors as buffers of the model") from error
+                f"extra[{name!r}] is a {type(value).__name__}, which JSON cannot represent "
+                f"({error}): extra may contain numbers and text, in lists and dicts; "
+                "use tensor.tolist(), or register tensors as buffers of the model") from error
 
 
 def _group_of(model: nn.Module) -> Comm:
-    """Else each rank would write its own experts into the file of all."""
-    from moe_plugin.layer import layers_in  # slow: only where there is a model
+    """Return the group of the model's layers, so that ranks do not write the same file."""
+    from moe_plugin.layer import layers_in  # slow to import, so only imported if there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
     if len(groups) > 1:
-        raise ValueError(f"the model's layers have the groups {', '.join(sorted(groups))}: must be "
-                         "one; pass `comm`, the ranks that write or read the checkpoint together")
+        raise ValueError(f"the model's layers use the groups {', '.join(sorted(groups))}, but must "
+                         "share one group; pass `comm`, the ranks that write or read the "
+                         "checkpoint together")
     return next(iter(groups.values()), LocalComm())
 
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
-    """Their parameters join those of other ranks by no axis that they have in common."""
+    """Raise `ValueError` if adapters wrap spread experts, because adapters cannot be joined."""
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():
-        if comm.size > 1 and not isinstance(layer.experts, Experts):  # not of another layer either
+        # also refuses an adapter around another layer
+        if comm.size > 1 and not isinstance(layer.experts, Experts):
             raise ValueError(
-                f"{type(layer.experts).__name__} stands in the place of the experts of layer "
-                f"{name!r}, which are spread over {comm.size} ranks: must be merged into them "
-                "(peft: merge_and_unload()), or saved by every rank in a folder of its own "
+                f"{type(layer.experts).__name__} replaces the experts of layer {name!r}, which are "
+                f"spread over {comm.size} ranks: merge the adapters into the experts "
+                "(peft: merge_and_unload()), or save them on every rank in a separate folder "
                 "(peft: save_pretrained)")
 
 
 def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
-    """Parts of other ranks than those that share the experts would not join."""
+    """Raise `ValueError` if the writing ranks are not the ranks that share the experts."""
     for prefix, origin in moe_layers(state).items():
         if origin["ep_size"] != comm.size:
             raise ValueError(
-                f"the experts of layer {prefix!r} are spread over {origin['ep_size']} ranks and "
-                f"{comm.size} write the checkpoint: must be the same ranks; pass the layers' group "
-                "as `comm` (in FSDP2: with expert groups of all its ranks; ddp_model has any)")
+                f"the experts of layer {prefix!r} are spread over {origin['ep_size']} ranks, but "
+                f"{comm.size} ranks write the checkpoint; pass the layers' group as `comm` "
+                "(in FSDP2: with expert groups of all its ranks; in ddp_model any group works)")
 
 
 @contextmanager
-def _together(comm: Comm, target: Path) -> Iterator[None]:
-    """A step that ends alike on all ranks: a failure of one is an error on all that names it."""
+def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
+    """Run a phase that fails on all ranks if it fails on one; the errors name the failed ranks."""
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # of any kind: the other ranks must know
+    except Exception as caught:  # any error, because the other ranks must be informed
         error = caught
-    with advice("a rank may still be writing its part: on a slow disk raise comm.timeout_s"):
+    with advice("another rank may still be writing its part; raise comm.timeout_s for slow disks"):
         bad = comm.agree_max([float(error is not None and rank == comm.rank)
                               for rank in range(comm.size)])
     failed = [rank for rank, is_bad in enumerate(bad) if is_bad]
     if error is not None:
-        # a ValueError of ours has its own remedy
+        # a ValueError of this package already names its remedy
         remedy = "" if isinstance(error, ValueError) else f"; {write_remedy(error, target.parent)}"
         raise CheckpointError(
             f"checkpoint {str(target)!r}: rank {comm.rank} could not write its part: "
-            f"{type(error).__name__}: {error}; an older checkpoint there is untouched{remedy}"
+            f"{type(error).__name__}: {error}; an older checkpoint there is unchanged{remedy}"
         ) from error
     if failed:
         raise CheckpointError(
-            f"checkpoint {str(target)!r}: not written, because of an error on rank(s) "
-            f"{', '.join(map(str, failed))}; see their logs")
+            f"checkpoint {str(target)!r} was not written, because of an error on rank(s) "
+            f"{', '.join(map(str, failed))}; see the logs of these ranks")
 
 
 def load(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
          leave: Leave | None = None) -> dict[str, Any]:
-    """Read a checkpoint into this rank's model and optimizer; returns `extra`.
+    """Load a checkpoint into this rank's model and optimizer. Nothing changes if reading fails.
 
-    Any number of ranks may have written it. All ranks of `comm` (as of `save`) call it: each
-    verifies some of the files, and reads of all only what it stores.
-
-    Nothing is changed unless everything could be read.
+    Any number of ranks may have written the checkpoint. All ranks of `comm` (see `save`) must call
+    this function. Each rank verifies some of the files and reads only the tensors that it stores.
 
     Args:
-        leave: which of the model's tensors stay as they are, such as a head of other classes; not
-            with an optimizer, whose state is of the tensors that were saved. None: none.
+        leave: returns the names of model tensors that are not loaded, such as a head for other
+            classes; cannot be combined with an optimizer. Defaults to loading all tensors.
+    Returns: the `extra` that was passed to `save`.
     Raises:
-        CheckpointError: missing, truncated, or of another model or expert count.
-        ValueError: both an optimizer and `leave`, or see `save`.
+        CheckpointError: the checkpoint is missing, truncated, or of another model or expert count.
+        ValueError: both an optimizer and `leave` were passed, or see `save`.
     """
     if leave is not None and optimizer is not None:
-        raise ValueError("leave with an optimizer: must be None, because the optimizer's state is "
-                         "of the tensors that were saved; load one of the two")
+        raise ValueError("leave cannot be combined with an optimizer, because the saved optimizer "
+                         "state covers all saved tensors; pass only one of the two")
     comm = comm or _group_of(model)
     folder, index = _whole_folder(Path(directory), comm)
-    with _as_saved(folder), checksums.verified(
+    with _refuse_other_values(folder), checksums.verified(
             folder / part_name(rank, index["parts"]) for rank in range(index["parts"])):
         source, on_disk = open_folder(folder), stored_names(model)
         with without_values(model):
@@ -207,7 +205,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
         if optimizer is not None:
             _check_optimizer(part["optimizer"], model, optimizer)
             _load_optimizer(torch_files.read_all(part["optimizer"]), model, optimizer)
-        # experts in a file are read one by one, as they are written there
+        # experts in a file are read one at a time, while they are copied to it
         model.load_state_dict({**kept, **{name: value if name in on_disk
                                           else as_stored(torch_files.read_all(value), own[name])
                                           for name, value in part["model"].items()}})
@@ -215,8 +213,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
 
 @contextmanager
-def _as_saved(source: Path) -> Iterator[None]:
-    """Values of other types or shapes than `save` writes are a `CheckpointError`."""
+def _refuse_other_values(source: Path) -> Iterator[None]:
+    """Convert errors caused by types or shapes that `save` never writes to `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -225,13 +223,14 @@ def _as_saved(source: Path) -> Iterator[None]:
         raise CheckpointError(f"checkpoint {str(source)!r}: {short(error, 500)}") from error
     except UNREADABLE as error:
         raise CheckpointError(
-            f"checkpoint {str(source)!r} holds something else than save() writes "
+            f"checkpoint {str(source)!r} contains something other than save() writes "
             f"({type(error).__name__}: {short(error)}); use another checkpoint") from error
 
 
 def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
-    """Folder and index of the checkpoint; of its predecessor where that was kept, or a save was
-    killed before it removed it, and the checkpoint is missing or damaged. The same on all ranks.
+    """Return folder and index of the checkpoint, the same on all ranks.
+
+    If the checkpoint is missing or damaged, the predecessor in `DIRECTORY.old` is loaded.
     """
     old = target.with_name(target.name + ".old")
     [older, found] = comm.agree_max([float(old.exists()), float(target.exists())])
@@ -243,12 +242,12 @@ def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
         return target, _verify(target, comm)
     except CheckpointError as error:
         index = _verify(old, comm)
-        logger.warning("%s; the older one in %s is loaded", error, old)
+        logger.warning("%s; the older checkpoint in %s is loaded instead", error, old)
         return old, index
 
 
 def _verify(source: Path, comm: Comm) -> dict[str, Any]:
-    """The index, after the ranks verified the parts, each some of them; an error on all ranks."""
+    """Verify the parts, divided among the ranks, and return the index; fail on all ranks."""
     error, index, sealed = None, {}, True
     try:
         index, sealed = read_index(source)
@@ -259,46 +258,47 @@ def _verify(source: Path, comm: Comm) -> dict[str, Any]:
     [failed, unsealed] = comm.agree_max([float(error is not None), float(not sealed)])
     if failed:
         raise error or CheckpointError(
-            f"checkpoint {str(source)!r} is damaged; the log of another rank says where")
+            f"checkpoint {str(source)!r} is damaged; the log of another rank names the file")
     if unsealed and comm.rank == 0:
-        logger.warning("checkpoint %s was written without checksums: damage may go unnoticed; the "
-                       "next save adds them", source)
+        logger.warning("checkpoint %s was written without checksums, so damage may go undetected; "
+                       "the next save adds checksums", source)
     return index
 
 
 def _check_layers(theirs: Mapping[str, Mapping[str, int]],
-                  mine: Mapping[str, Mapping[str, int]]) -> None:
-    for prefix, origin in mine.items():
+                  model_layers: Mapping[str, Mapping[str, int]]) -> None:
+    for prefix, origin in model_layers.items():
         if prefix not in theirs:
-            raise ValueError(f"it has no MoE layer {prefix!r}; it has "
+            raise ValueError(f"the checkpoint has no MoE layer {prefix!r}; its MoE layers: "
                              f"{', '.join(theirs) or 'none'}{_of_wrappers(prefix, theirs)}")
         if theirs[prefix]["num_experts"] != origin["num_experts"]:
             raise ValueError(
-                f"it has num_experts={theirs[prefix]['num_experts']} in layer {prefix!r}, the "
-                f"model has {origin['num_experts']}; build the model with the checkpoint's number")
+                f"the checkpoint has num_experts={theirs[prefix]['num_experts']} in layer "
+                f"{prefix!r}, the model has {origin['num_experts']}; build the model with the "
+                "checkpoint's number")
 
 
 def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
-    """What to do where either the checkpoint or the model is of a wrapper, such as DDP's."""
+    """Return advice if only the checkpoint or only the model is in a wrapper, such as DDP's."""
     for start, inner in (("module.", "model.module"), ("_orig_mod.", "model._orig_mod")):
         if prefix.startswith(start) and prefix.removeprefix(start) in theirs:
-            return f"; the model is in a wrapper: give {inner}"
+            return f"; the model is in a wrapper: pass {inner}"
         if f"{start}{prefix}" in theirs:
-            return (f"; the checkpoint was saved of a wrapper: save {inner}, or load this one into "
-                    "a model in the same wrapper")
+            return (f"; the checkpoint was saved from a wrapped model: save {inner}, or load this "
+                    "checkpoint into a model in the same wrapper")
     return ""
 
 
-def _check_tensors(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    for key in [*mine, *state]:
-        if key not in state or key not in mine:
+def _check_tensors(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+    for key in [*model_state, *state]:
+        if key not in state or key not in model_state:
             where = "checkpoint" if key not in state else "model"
-            raise ValueError(f"{key!r} is not in the {where}: the checkpoint is of another model")
+            raise ValueError(f"{key!r} is missing in the {where}; use a checkpoint of this model")
         theirs = state[key]
-        found = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
-        if isinstance(mine[key], Tensor) and found != tuple(mine[key].shape):
-            raise ValueError(f"{key!r} has shape {found} in the checkpoint, "
-                             f"{tuple(mine[key].shape)} in the model")
+        shape = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
+        if isinstance(model_state[key], Tensor) and shape != tuple(model_state[key].shape):
+            raise ValueError(f"{key!r} has shape {shape} in the checkpoint, but shape "
+                             f"{tuple(model_state[key].shape)} in the model; build the saved model")
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -323,21 +323,22 @@ def _optimizer_state(model: nn.Module,
 def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
                      optimizer: torch.optim.Optimizer) -> None:
     if state is None:
-        raise ValueError("it has no optimizer state; load it without an optimizer")
+        raise ValueError("the checkpoint has no optimizer state; load it without an optimizer")
     if len(state["groups"]) != len(optimizer.param_groups):
-        raise ValueError(f"it has {len(state['groups'])} optimizer groups, this optimizer has "
-                         f"{len(optimizer.param_groups)}")
+        raise ValueError(f"the checkpoint has {len(state['groups'])} optimizer groups, this "
+                         f"optimizer has {len(optimizer.param_groups)}; build the optimizer that "
+                         "was saved")
     _check_kind(state, optimizer)
     if unknown := sorted(set(state["by_name"]) - set(_names(model, optimizer))):
-        raise ValueError(f"it has optimizer state for {unknown[0]!r}, which this optimizer does "
-                         "not train")
+        raise ValueError(f"the checkpoint has optimizer state for {unknown[0]!r}, which this "
+                         "optimizer does not train; build the optimizer that was saved")
 
 
 def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of another class fails while it is loaded, or in its first step.
+    """Raise `ValueError` if the state belongs to another optimizer class, which would fail later.
 
-    Versions of torch add flags, and schedulers settings of their own; where the classes differ,
-    each has settings that the other lacks, and not flags only.
+    Versions of torch add flags, and schedulers add settings. So two classes count as different only
+    if each has a setting (not a flag) that the other lacks.
     """
     numbers = {name for name, value in optimizer.defaults.items()
                if value is not None and not isinstance(value, bool)}
@@ -348,8 +349,8 @@ def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None
             held = sorted({key for values in state["by_name"].values() for key in values})
             own = sorted({key for values in optimizer.state.values() for key in values})
             raise ValueError(
-                f"it is of another optimizer: it has {', '.join(theirs)} "
-                f"with the state {', '.join(held) or 'of no field'}, and this "
+                f"the checkpoint is of another optimizer: it has {', '.join(theirs)} with the "
+                f"state {', '.join(held) or '(empty)'}, and this "
                 f"{type(optimizer).__name__} has {', '.join(ours)}"
                 f"{' with the state ' + ', '.join(own) if own else ''}; build the optimizer that "
                 "was saved, or load the model without an optimizer")
@@ -371,13 +372,13 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """A state dict with whole tensors; collective over the ranks that share them.
+    """Return a state dict with whole tensors; collective over the ranks that share them.
 
     Args:
-        state: nested mappings; its sharded tensors are in the same order on all ranks.
+        state: nested mappings; sharded tensors are in the same order on all ranks.
         comm: the ranks that write the checkpoint.
     Raises:
-        ValueError: other ranks than these share a tensor.
+        ValueError: other ranks than those of `comm` share a tensor.
     """
     if isinstance(state, Mapping):
         return {key: whole(value, comm) for key, value in state.items()}
@@ -387,14 +388,13 @@ def whole(state: Any, comm: Comm) -> Any:
     if ranks != comm.size:
         raise ValueError(
             f"parameters are sharded over {ranks} ranks and the checkpoint is written by "
-            f"{comm.size}: must be the same ranks, and those that share the experts; keep the "
-            "parameters on every rank (ddp_model), or spread the experts over all of them")
-    return state.full_tensor().cpu()  # not the whole model on a device
+            f"{comm.size}, but both must be the ranks that share the experts; "
+            "keep whole parameters on every rank (ddp_model), or spread the experts over all ranks")
+    return state.full_tensor().cpu()  # avoids a copy of the whole model on the device
 
 
-def as_stored(value: Any, mine: Any) -> Any:
-    """What `whole` made of a tensor, sharded like the one in its place; other values as they are.
-    """
-    if is_sharded(mine) and isinstance(value, Tensor) and value.shape == mine.shape:
-        return sharded_as(value, mine)
+def as_stored(value: Any, target: Any) -> Any:
+    """Shard a whole tensor like the tensor `mine`; return other values unchanged."""
+    if is_sharded(target) and isinstance(value, Tensor) and value.shape == target.shape:
+        return sharded_as(value, target)
     return value

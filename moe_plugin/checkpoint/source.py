@@ -1,8 +1,8 @@
 """Checkpoints as lazy sources of tensors.
 
-Everything that reads a checkpoint is a `Source`: it knows names, shapes and data types of all
-tensors and reads any slice of one of them. Everything that converts is a `View` of another source.
-Everything that writes takes a source. So a conversion holds one slice in memory at a time.
+Every reader of a checkpoint is a `Source`: it provides the names, shapes and data types of all
+tensors and reads any slice of a tensor. Every conversion is a `View` of another source, and every
+writer accepts a source. A conversion therefore needs memory for a single slice at a time.
 """
 
 from __future__ import annotations
@@ -31,36 +31,35 @@ from moe_plugin.utils.messages import short
 Key = tuple[str, str]
 Window = tuple[slice, ...]
 MODEL = "model"
-WEIGHTS = (MODEL, "criterion", "ema", "ema_fp32")  # fields that are no optimizer state
-MODEL_ONLY = "model_only"  # of `Source.values`: optimizer state is left out on purpose
-# what torch, pickle and zipfile raise for damaged files, and readers for values of other types
+WEIGHTS = (MODEL, "criterion", "ema", "ema_fp32")  # fields that are not optimizer state
+MODEL_ONLY = "model_only"  # key in `Source.values`: the optimizer state was left out on purpose
+# raised by torch, pickle and zipfile for damaged files, and by readers for values of other types
 UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError, LookupError,
               AttributeError, AssertionError, TypeError, ImportError, ArithmeticError, MemoryError,
               struct.error, zipfile.BadZipFile, zlib.error)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, truncated or of another model: the message names file and remedy."""
+    """A checkpoint is missing, truncated or of another model. The message names file and remedy."""
 
 
 @contextmanager
 def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
-    """What a reader stumbles over, in files that may hold anything, is a `CheckpointError`.
+    """Convert errors of reading untrusted or damaged files to `CheckpointError`.
 
-    what: the file and what is wrong with it.
+    what: the file and the problem.
     """
     try:
         yield
     except (CheckpointError, UntrustedFile):
         raise
     except UNREADABLE as error:
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{what} ({kind}{short(error, 500)}); {remedy}") from error
+        error_type = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{what} ({error_type}{short(error, 500)}); {remedy}") from error
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """`CheckpointError` that names the first of these files that is not what was written; files
-    without a checksum, and those that are missing, are not verified.
+    """Raise `CheckpointError` if a file does not match its checksum; skip files without a checksum.
     """
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
@@ -70,12 +69,12 @@ def refuse_damaged(paths: Iterable[Path]) -> None:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor without its values.
+    """Shape and data type of a tensor.
 
     Attributes:
-        shape: of the whole tensor; experts have all E on axis 0, whatever the files hold.
-        dtype: as stored.
-        keeps_float32: `cast` leaves it in float32 at least, see `checkpoint.precision`.
+        shape: shape of the whole tensor; an expert tensor has all E experts on axis 0.
+        dtype: data type in the checkpoint.
+        keeps_float32: `cast` converts the tensor to float32 or wider, see `checkpoint.name_table`.
     """
 
     shape: tuple[int, ...]
@@ -84,52 +83,49 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
+        """Return the size of the values in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Whether a data type holds codes of a quantization, which are numbers only together with their
-    scales: floating point in a byte.
-    """
+    """Return whether a data type stores quantization codes: one-byte floats, which need scales."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def full_window(shape: Sequence[int]) -> Window:
-    """The slices that are the whole tensor."""
+    """Return the window that selects a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """The window with a start and a stop on every axis; axes that are missing at the end are whole.
+    """Return the window with a start and a stop on every axis; missing axes at the end are whole.
 
     Raises:
-        ValueError: it has more axes than the tensor, a step, or leaves the tensor.
+        ValueError: the window has more axes than the tensor, has a step, or exceeds the tensor.
     """
     given = window or ()
     if len(given) > len(shape):
-        raise ValueError(f"a window of {len(given)} axes does not fit shape {tuple(shape)}")
+        raise ValueError(f"a window of {len(given)} axes does not fit a tensor of shape "
+                         f"{tuple(shape)}; use at most one slice per axis")
     full = []
     for axis, size in enumerate(shape):
         part = given[axis] if axis < len(given) else slice(None)
         start = 0 if part.start is None else part.start
         stop = size if part.stop is None else part.stop
         if part.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise ValueError(f"window {part} does not fit axis {axis} of shape {tuple(shape)}: "
-                             "must be within it, in steps of 1")
+            raise ValueError(f"window {part} does not fit axis {axis} of shape {tuple(shape)}: it "
+                             "must lie within the axis and have step 1")
         full.append(slice(start, stop))
     return tuple(full)
 
 
 def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
-    """Windows of at most `limit` bytes (one element at least) that give the whole tensor in the
-    order of memory.
-    """
+    """Yield windows that cover a tensor in memory order, each of at most `limit` bytes."""
     row, axis = entry.dtype.itemsize, len(entry.shape)
     while axis > 0 and row * entry.shape[axis - 1] <= limit:
         axis -= 1
@@ -146,19 +142,19 @@ def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
 
 
 def window_shape(window: Window) -> tuple[int, ...]:
-    """The shape of what a window with starts and stops selects."""
+    """Return the shape that a window with starts and stops selects."""
     return tuple(part.stop - part.start for part in window)
 
 
 class Source(ABC):
-    """A checkpoint that is open for reading, by several threads where they want.
+    """A checkpoint that is open for reading. Several threads may read from it.
 
     Attributes:
-        format: name of its format, as registered in `moe_plugin.checkpoint.formats.base`.
-        entries: all tensors by key, as whole tensors.
-        values: what is not a tensor, JSON-like where possible: "step", "settings", schedules,
-            random states, optimizer groups.
-        layers: prefix of the name of each MoE layer -> {"num_experts": E, ...}, as
+        format: name of the format, as registered in `moe_plugin.checkpoint.formats.base`.
+        entries: shapes and data types of all whole tensors, by key.
+        values: all values that are not tensors, JSON-like where possible: "step", "settings",
+            schedules, random states, optimizer groups.
+        layers: name prefix of each MoE layer -> {"num_experts": E, ...}, as in
             `reshard.moe_layers`; the experts' names start with the prefix and "experts.".
     """
 
@@ -168,16 +164,18 @@ class Source(ABC):
     layers: Mapping[str, Mapping[str, int]]
 
     def read(self, key: Key, window: tuple[slice, ...] | None = None) -> Tensor:
-        """The values of a tensor, or of a window of it; only they are read from the files.
+        """Read a tensor, or a window of it; no other values are read from the files.
 
         Args:
-            window: one slice per axis; missing ones at the end, and None, are whole axes.
+            key: field and name of the tensor.
+            window: one slice per axis; missing slices at the end select whole axes. Defaults to the
+                whole tensor.
         Raises:
-            CheckpointError: there is no such tensor, or its file is damaged.
-            ValueError: the window does not fit.
+            CheckpointError: the tensor does not exist, or its file is damaged.
+            ValueError: the window does not fit the tensor.
         """
         if key not in self.entries:
-            refuse_damaged(self.files())  # which may have another name for it
+            refuse_damaged(self.files())  # a damaged file may contain a wrong name
             raise CheckpointError(f"the {self.format} checkpoint has no tensor {key[1]!r} in "
                                   f"{key[0]!r}")
         entry = self.entries[key]
@@ -186,38 +184,40 @@ class Source(ABC):
         if tuple(value.shape) != window_shape(checked) or value.dtype != entry.dtype:
             raise CheckpointError(
                 f"{key[1]!r} in {key[0]!r} of the {self.format} checkpoint is {value.dtype} of "
-                f"shape {tuple(value.shape)}, not {entry.dtype} of {window_shape(checked)}: the "
-                "files are not of one checkpoint")
+                f"shape {tuple(value.shape)} instead of {entry.dtype} of {window_shape(checked)}: "
+                "the files belong to different checkpoints")
         return value
 
     @abstractmethod
     def _read(self, key: Key, window: Window) -> Tensor:
-        """`read` of a known key and a checked window."""
+        """Read a known key and a checked window; see `read`."""
 
     def tensor(self, key: Key) -> Derived:
-        """A tensor that is not read yet."""
+        """Return a tensor that has not been read yet."""
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """This source with weights that are computed as they are read (of quantized files) in
-        another data type, without a rounding in between; everything else as it is.
+        """Return this source with dequantized weights in another data type.
+
+        Weights of quantized files are computed in `dtype` as they are read, without intermediate
+        rounding. All other tensors are unchanged.
         """
         return self
 
     def describe(self) -> Mapping[str, Any]:
-        """For `moe-plugin inspect`: layout of the files (ranks, EP, TP, shards), step, settings."""
+        """Return layout (ranks, EP, TP, shards), step and settings, for `moe-plugin inspect`."""
         return {}
 
     def files(self) -> Sequence[Path]:
-        """The files of tensors; sealed ones are verified before a conversion."""
+        """Return the files that contain tensors; sealed files are verified before a conversion."""
         return ()
 
     def unsealed(self) -> Sequence[Path]:
-        """The files of tensors that have no checksum, so that damage in them goes unnoticed."""
+        """Return the files of tensors without a checksum. Damage in these files is not detected."""
         return [path for path in self.files() if checksums.seal_of(path) is None]
 
     def close(self) -> None:
-        """Give files back that a reader keeps open."""
+        """Close the files that a reader keeps open."""
 
     def __enter__(self) -> Source:
         return self
@@ -228,10 +228,10 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor of a view: what it is called, what it is, and how a window of it is read.
+    """A tensor of a view: its key, its shape and data type, and a function that reads a window.
 
     Attributes:
-        read: takes a window with a start and a stop on every axis, returns the values.
+        read: accepts a window with a start and a stop on every axis, returns the values.
     """
 
     key: Key
@@ -239,12 +239,12 @@ class Derived:
     read: Callable[[Window], Tensor]
 
     def renamed(self, name: str) -> Derived:
-        """The same tensor under another name of the same field."""
+        """Return the same tensor under another name in the same field."""
         return replace(self, key=(self.key[0], name))
 
 
 class DerivedSource(Source):
-    """A source made of tensors that can each be read by themselves.
+    """A source that consists of independently readable tensors.
 
     Args:
         derived: all tensors.
@@ -263,8 +263,8 @@ class DerivedSource(Source):
         self._derived: dict[Key, Derived] = {}
         for one in derived:
             if one.key in self._derived:
-                raise CheckpointError(f"two tensors of the {format} checkpoint become "
-                                      f"{one.key[1]!r} in {one.key[0]!r}")
+                raise CheckpointError(f"two tensors of the {format} checkpoint map to the same "
+                                      f"name {one.key[1]!r} in {one.key[0]!r}")
             self._derived[one.key] = one
         self.entries = {key: one.entry for key, one in self._derived.items()}
 
@@ -285,13 +285,12 @@ class DerivedSource(Source):
 
 
 class View(DerivedSource):
-    """A source whose tensors are derived from another one's; a read asks its origin only for what
-    it needs.
+    """A source derived from another source. A read loads only the required parts of the origin.
 
     Args:
-        origin: closed with the view.
+        origin: the source to read from; closed together with the view.
         derived: all tensors of the view.
-        format, values, layers: None: the origin's.
+        format, values, layers: optional; default to the values of the origin.
     """
 
     def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,
@@ -311,60 +310,60 @@ class View(DerivedSource):
 
 
 def filled(key: Key, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Derived:
-    """A tensor whose elements are all the same."""
+    """Return a tensor whose elements all have the same value."""
     return Derived(key, TensorEntry(tuple(shape), dtype),
                    lambda window: torch.full(window_shape(window), value, dtype=dtype))
 
 
 def in_memory(key: Key, tensor: Tensor) -> Derived:
-    """A tensor in memory as one that is read."""
+    """Wrap a tensor in memory as a `Derived` tensor."""
     values = tensor.detach()
     return Derived(key, TensorEntry(tuple(values.shape), values.dtype),
                    lambda window: values[window])
 
 
-def transposed(one: Derived, order: Sequence[int]) -> Derived:
-    """The tensor with its axes in another order, as `Tensor.permute`."""
+def transposed(tensor: Derived, order: Sequence[int]) -> Derived:
+    """Return the tensor with its axes in another order, as `Tensor.permute` does."""
     inverse = sorted(range(len(order)), key=lambda axis: order[axis])
-    shape = tuple(one.entry.shape[axis] for axis in order)
+    shape = tuple(tensor.entry.shape[axis] for axis in order)
 
     def read(window: Window) -> Tensor:
-        return one.read(tuple(window[axis] for axis in inverse)).permute(*order)
+        return tensor.read(tuple(window[axis] for axis in inverse)).permute(*order)
 
-    return Derived(one.key, replace(one.entry, shape=shape), read)
+    return Derived(tensor.key, replace(tensor.entry, shape=shape), read)
 
 
-def part_of(one: Derived, window: Window) -> Derived:
-    """A window of the tensor as a tensor of its own."""
-    outer = check_window(window, one.entry.shape)
+def part_of(tensor: Derived, window: Window) -> Derived:
+    """Return a window of the tensor as a separate tensor."""
+    outer = check_window(window, tensor.entry.shape)
 
     def read(inner: Window) -> Tensor:
-        return one.read(tuple(slice(at.start + part.start, at.start + part.stop)
-                              for at, part in zip(outer, inner, strict=True)))
+        return tensor.read(tuple(slice(at.start + part.start, at.start + part.stop)
+                                 for at, part in zip(outer, inner, strict=True)))
 
-    return Derived(one.key, replace(one.entry, shape=window_shape(outer)), read)
+    return Derived(tensor.key, replace(tensor.entry, shape=window_shape(outer)), read)
 
 
-def pieces_of(one: Derived, count: int, axis: int = 0) -> list[Derived]:
-    """The tensor cut along an axis into `count` pieces of one size; a rest is left out."""
-    size, before = one.entry.shape[axis] // count, (slice(None),) * axis
-    return [part_of(one, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
+def pieces_of(tensor: Derived, count: int, axis: int = 0) -> list[Derived]:
+    """Cut the tensor along an axis into `count` pieces of equal size; a remainder is left out."""
+    size, before = tensor.entry.shape[axis] // count, (slice(None),) * axis
+    return [part_of(tensor, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
 
 
 def joined(parts: Sequence[Derived], axis: int) -> Derived:
-    """Tensors joined along an axis, as `torch.cat`; named as the first.
+    """Join tensors along an axis, as `torch.cat` does. The result has the key of the first tensor.
 
     Raises:
-        CheckpointError: their other axes or data types differ.
+        CheckpointError: the other axes or the data types differ.
     """
     first, start, starts = parts[0], 0, []
     for one in parts:
         shapes = [part.entry.shape[:axis] + part.entry.shape[axis + 1:] for part in (first, one)]
         if shapes[0] != shapes[1] or one.entry.dtype != first.entry.dtype:
             raise CheckpointError(
-                f"{one.key[1]!r} ({one.entry.dtype}, shape {one.entry.shape}) does not join "
-                f"{first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) along axis "
-                f"{axis}")
+                f"{one.key[1]!r} ({one.entry.dtype}, shape {one.entry.shape}) cannot be joined "
+                f"with {first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) "
+                f"along axis {axis}; data types and other axes must be equal")
         starts.append(start)
         start += one.entry.shape[axis]
     shape = (*first.entry.shape[:axis], start, *first.entry.shape[axis + 1:])
@@ -383,24 +382,22 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
     return Derived(first.key, TensorEntry(shape, first.entry.dtype, kept), read)
 
 
-def every(one: Derived, first: int, step: int, axis: int) -> Derived:
-    """Elements `first`, `first + step`, ... of the tensor along an axis; a rest is left out."""
-    before, size = (slice(None),) * axis, one.entry.shape[axis] // step
-    shape = (*one.entry.shape[:axis], size, *one.entry.shape[axis + 1:])
+def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
+    """Return every `step`-th element along an axis, from `first` on; a remainder is left out."""
+    before, size = (slice(None),) * axis, tensor.entry.shape[axis] // step
+    shape = (*tensor.entry.shape[:axis], size, *tensor.entry.shape[axis + 1:])
 
     def read(window: Window) -> Tensor:
         at = window[axis]
         wide = slice(at.start * step, at.stop * step)
-        return one.read((*window[:axis], wide, *window[axis + 1:]))[(*before, slice(first, None,
-                                                                                    step))]
+        return tensor.read((*window[:axis], wide, *window[axis + 1:]))[(*before, slice(first, None,
+                                                                                       step))]
 
-    return Derived(one.key, replace(one.entry, shape=shape), read)
+    return Derived(tensor.key, replace(tensor.entry, shape=shape), read)
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """The reverse of `every`: elements of the parts, all of one shape, in turn along an axis; named
-    as the first.
-    """
+    """Interleave tensors of one shape along an axis; the result has the key of the first tensor."""
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
     def read(window: Window) -> Tensor:
@@ -415,38 +412,40 @@ def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
-    """Tensors of one shape on a new axis 0, as `torch.stack`; named as the first."""
-    return joined([_with_axis(one) for one in parts], 0)
+    """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The result has the first
+    key.
+    """
+    return joined([_with_axis(tensor) for tensor in parts], 0)
 
 
-def _with_axis(one: Derived) -> Derived:
-    entry = replace(one.entry, shape=(1, *one.entry.shape))
+def _with_axis(tensor: Derived) -> Derived:
+    entry = replace(tensor.entry, shape=(1, *tensor.entry.shape))
 
     def read(window: Window) -> Tensor:
-        value = one.read(window[1:])
+        value = tensor.read(window[1:])
         return value[None] if window[0].stop > window[0].start else value[None][:0]
 
-    return Derived(one.key, entry, read)
+    return Derived(tensor.key, entry, read)
 
 
-def item_of(one: Derived, index: int) -> Derived:
-    """Element `index` of axis 0 as a tensor without that axis."""
-    shape = one.entry.shape[1:]
-    return Derived(one.key, replace(one.entry, shape=shape),
-                   lambda window: one.read((slice(index, index + 1), *window))[0])
+def item_of(tensor: Derived, index: int) -> Derived:
+    """Return element `index` of axis 0 as a tensor without that axis."""
+    shape = tensor.entry.shape[1:]
+    return Derived(tensor.key, replace(tensor.entry, shape=shape),
+                   lambda window: tensor.read((slice(index, index + 1), *window))[0])
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """The tensor in another data type; in float32 at least where it stays there.
+    """Return the tensor in another data type, or in float32 or wider if `keeps_float32` is set.
 
     Raises:
-        CheckpointError: it has codes of a quantization, which no cast makes numbers of.
+        CheckpointError: the tensor contains quantization codes, which a cast cannot convert.
     """
     if is_code(one.entry.dtype):
         raise CheckpointError(
-            f"tensor {one.key[1]!r} is {one.entry.dtype}: codes, which are numbers only together "
-            f"with their scales, and do not become {dtype} by themselves; leave --dtype out, or "
-            "write the checkpoint dequantized")
+            f"tensor {one.key[1]!r} is {one.entry.dtype}: it contains quantization codes, which "
+            f"cannot be cast to {dtype} without their scales; leave --dtype out, or write the "
+            "checkpoint dequantized")
     kept = torch.promote_types(dtype, torch.float32) if one.entry.keeps_float32 else dtype
     return Derived(one.key, replace(one.entry, dtype=kept),
                    lambda window: one.read(window).to(kept))

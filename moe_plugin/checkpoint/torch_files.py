@@ -1,5 +1,6 @@
-"""Files of `torch.save`, tensor by tensor: their structure is read without their tensors, and
-written before them.
+"""Reading and writing `torch.save` files tensor by tensor.
+
+The structure of a file is read without its tensors, and written before its tensors.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ from moe_plugin.utils.checksums import FirstRead
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import begin_writing
 
-BLOCK = 1 << 22  # bytes of a tensor in memory at a time, while it is written; fits in a cache
-FLUSH = 1 << 26  # bytes after which the disk begins to write, while the next ones are read
+BLOCK = 1 << 22  # bytes of a tensor that are in memory at a time during a write; fits in a cache
+FLUSH = 1 << 26  # after this many bytes the disk starts to write, while the next blocks are read
 
 
 class StoredTensor:
-    """Where a tensor is in a file.
+    """The location of a tensor in a file.
 
     Args:
-        start: byte of its first element.
-        stride: in elements; not negative.
+        path: path of the file.
+        start: byte of the tensor's first element.
+        shape, stride: shape and strides of the tensor, in elements; strides are not negative.
+        dtype: data type of the elements.
         check: called before each read; see `checksums.FirstRead`.
     """
 
@@ -53,10 +56,10 @@ class StoredTensor:
         self.entry = TensorEntry(tuple(shape), dtype)
 
     def read(self, window: Window) -> Tensor:
-        """The values of a window, in memory of their own.
+        """Read the values of a window into newly allocated memory.
 
         Raises:
-            CheckpointError: the file cannot be read, is damaged, or was cut short since it was
+            CheckpointError: the file cannot be read, is damaged, or was truncated since it was
                 opened.
         """
         first = self.start + self.entry.dtype.itemsize * sum(
@@ -71,17 +74,17 @@ class StoredTensor:
                                   f"({short(error)}); use another checkpoint") from error
 
 
-def _place_of(path: Path, tensor: Tensor, part: tuple[int, int],
-              check: Callable[[], None]) -> StoredTensor:
-    """Where a tensor of `_structure` is in a file.
+def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
+                   check: Callable[[], None]) -> StoredTensor:
+    """Locate a tensor of `_structure` in a file.
 
     Args:
-        part: first byte and end of what `torch.save` wrote in the file.
+        part: first byte and end of the data that `torch.save` wrote in the file.
     Raises:
-        ValueError: it is not a dense tensor, or reaches beyond that.
+        ValueError: the tensor is not dense, or exceeds this part of the file.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ValueError(f"a tensor of {tensor.layout} in it is not dense")
+        raise ValueError(f"it contains a tensor of layout {tensor.layout}, which is not dense")
     storage, item = tensor.untyped_storage(), tensor.dtype.itemsize
     ahead = tensor.storage_offset() * item
     start = part[0] + storage._checkpoint_offset + ahead  # see torch.load
@@ -89,34 +92,40 @@ def _place_of(path: Path, tensor: Tensor, part: tuple[int, int],
                 for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (reach + 1) * item if tensor.numel() else 0
     if ahead + nbytes > storage.nbytes() or start + nbytes > part[1]:
-        raise ValueError("a tensor in it reaches beyond its end")
-    if tensor.numel() * item > nbytes:  # a small file would fill a disk
-        raise ValueError(f"a tensor in it has {tensor.numel()} elements in {nbytes} bytes")
+        raise ValueError("it contains a tensor that reaches beyond the end of the data")
+    # expanding such a tensor could fill a disk from a small file
+    if tensor.numel() * item > nbytes:
+        raise ValueError(f"it contains a tensor with {tensor.numel()} elements in only {nbytes} "
+                         "bytes")
     return StoredTensor(path, start, tensor.shape, tensor.stride(), tensor.dtype, check)
 
 
 def _structure(load: Callable[..., Any]) -> Any:
-    """What `load` gives, with tensors that know their places in the file instead of values."""
+    """Return the result of `load`, in which tensors have file offsets instead of values."""
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    with FakeTensorMode():  # slow to begin with, but all releases note places there
+    with FakeTensorMode():  # slow to enter, but works in all supported releases of torch
         return load()
 
 
 def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = False,
                 stream: Any = None, part: tuple[int, int] | None = None) -> Any:
-    """What a file of `torch.save` holds, with a `Derived` in the place of every tensor; those of
-    one storage and shape are read by one function.
+    """Load a `torch.save` file with a `Derived` in place of every tensor.
+
+    Tensors of one storage and shape are read by the same function.
 
     Args:
+        path: path of the file.
+        allowed: classes that the file may contain, see `trust.load`.
+        what: description of the file for error messages.
         trusted: unpickle classes of any kind.
-        stream, part: where the file is one of several in another: its bytes, and where they begin
-            and end there.
+        stream, part: for a file inside another file: a stream of its bytes, and its first byte and
+            end in the outer file.
     Raises:
-        ValueError: it has tensors that are not dense, or reach beyond the file. What `trust.load`
-            raises.
+        ValueError: the file has tensors that are not dense or that exceed the file.
+        UntrustedFile: the file contains other classes than `allowed`, see `trust.load`.
     """
     def load(**options: Any) -> Any:
         file = path if stream is None else stream
@@ -124,72 +133,74 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
             return torch.load(file, weights_only=False, **options)
         return trust.load(file, allowed, what, **options)
 
-    # a part of a file is verified with the file by who opened that
+    # if the data is a part of a file, the function that opened the file has verified it
     check = FirstRead(path) if part is None else lambda: None
-    return _lazily(path, _structure(load), part or (0, os.path.getsize(path)), check)
+    return _with_stored_tensors(path, _structure(load), part or (0, os.path.getsize(path)), check)
 
 
 def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: bool = False,
                  check: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
-    """`open_lazily` of a checkpoint file that holds a mapping.
+    """Load a checkpoint file that contains a mapping, see `open_lazily`.
 
     Args:
-        remedy: what to do about a damaged file.
-        check: raises `ValueError` where it is not what the format writes.
+        path: path of the file.
+        remedy: advice for a damaged file.
+        allowed, trusted: see `open_lazily`.
+        check: raises `ValueError` if the mapping is not valid for the format.
     Raises:
-        CheckpointError: it is truncated, damaged or holds something else.
+        CheckpointError: the file is truncated, damaged or contains something else.
     """
     what = f"checkpoint file {str(path)!r}"
     with refused_if_unreadable(f"{what} cannot be read, it is truncated or damaged", remedy):
         state = open_lazily(path, allowed, what, trusted)
         if not isinstance(state, dict):
-            raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
+            raise ValueError(f"it contains a {type(state).__name__}, but a mapping was expected")
         check(state)
     return state
 
 
-def _lazily(path: Path, state: Any, part: tuple[int, int], check: Callable[[], None]) -> Any:
+def _with_stored_tensors(path: Path, state: Any, part: tuple[int, int],
+                         check: Callable[[], None]) -> Any:
     known: dict[Any, StoredTensor] = {}
 
     def stored(tensor: Tensor) -> Derived:
-        one = _place_of(path, tensor.detach(), part, check)
-        one = known.setdefault((one.start, one.entry, one.stride), one)
-        return Derived(("", ""), one.entry, one.read)
+        location = _stored_tensor(path, tensor.detach(), part, check)
+        location = known.setdefault((location.start, location.entry, location.stride), location)
+        return Derived(("", ""), location.entry, location.read)
 
-    return _each(state, Tensor, stored)
+    return _map_values(state, Tensor, stored)
 
 
 def read_all(value: Any) -> Any:
-    """A copy of nested mappings, lists and tuples with the values of `Derived` tensors, in memory
-    of their own.
-    """
-    def read(one: Derived) -> Tensor:
-        return one.read(full_window(one.entry.shape)).contiguous()
+    """Copy nested mappings, lists and tuples, and read `Derived` tensors into new memory."""
+    def read(tensor: Derived) -> Tensor:
+        return tensor.read(full_window(tensor.entry.shape)).contiguous()
 
-    return _each(value, Derived, read)
+    return _map_values(value, Derived, read)
 
 
-def _each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested mappings, lists and tuples in which values of a kind are changed."""
-    if isinstance(value, kind):
+def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
+    """Copy nested mappings, lists and tuples, and apply `change` to all values of type `kind`."""
+    if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _each(entry, kind, change) for key, entry in value.items()}
+        return {key: _map_values(entry, type_, change) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_each(entry, kind, change) for entry in value)
+        return type(value)(_map_values(entry, type_, change) for entry in value)
     return value
 
 
 class SealedWriter:
-    """Writes files as `torch.save` would, with `Derived` tensors read block by block; sealed.
+    """A writer of `torch.save` files with checksums, which reads `Derived` tensors block by block.
 
-    Two files are written at a time, where there are two cores. The disk takes what is written
-    meanwhile: all are on it when the context ends. Tensors that are read by one function are stored
-    once in a file.
+    Two files are written at a time if two cores are available. The disk writes data in the
+    background; all files are on the disk when the context ends. Tensors that are read by the same
+    function are stored once in a file.
 
     Args:
-        advance: called with the number of bytes of tensors that were written, by several threads.
-        at_once: files; None: see `FileWorkers`.
+        advance: called by several threads with the number of tensor bytes that were written.
+        at_once: number of files that are written at a time. Defaults to the choice of
+            `FileWorkers`.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None,
@@ -198,44 +209,51 @@ class SealedWriter:
         self._readers = ThreadPoolExecutor(self._workers.at_once)
 
     def write(self, path: Path, state: Any, done: Callable[[], None] = lambda: None) -> None:
-        """Begin to write one file.
+        """Start writing one file.
 
         Args:
-            done: called when it is on the disk, by another thread.
+            path: path of the file.
+            state: nested mappings, lists and tuples with tensors, `Derived` tensors and other
+                values.
+            done: called by another thread when the file is on the disk.
         Raises:
-            OSError: the disk is full, for example; also where a file before could not be written.
-            CheckpointError: a file before could not be written, since its tensors cannot be read.
+            OSError: this file or an earlier file could not be written, for example because the disk
+                is full.
+            CheckpointError: an earlier file could not be written, because its tensors cannot be
+                read.
         """
         tensors: dict[Any, tuple[Derived, Tensor]] = {}
 
-        def empty(one: Derived) -> Tensor:  # memory that is never touched
+        def empty(one: Derived) -> Tensor:  # this memory is never touched
             if one.read not in tensors:
                 tensors[one.read] = one, torch.empty(one.entry.shape, dtype=one.entry.dtype)
             return tensors[one.read][1]
 
-        skeleton = _each(_each(state, Tensor, _in_memory()), Derived, empty)
+        skeleton = _map_values(_map_values(state, Tensor, _in_memory()), Derived, empty)
         with torch.serialization.skip_data():
             torch.save(skeleton, path)
         written = _structure(lambda **options: trust.torch_load(path, weights_only=False,
                                                                 **options))
-        placed = _places(written, skeleton)
+        placed = _offsets_by_id(written, skeleton)
         order = sorted(((placed[id(fake)], one) for one, fake in tensors.values()),
                        key=lambda pair: pair[0])
         self.fill(path, order, done)
 
     def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
              done: Callable[[], None] = lambda: None) -> None:
-        """Begin to write tensors into a file that is there; `checksums.seal` is its end.
+        """Start writing tensors into an existing file; `checksums.seal` completes the file.
 
         Args:
-            order: first byte of each, ascending.
+            path: path of the file.
+            order: first byte of each tensor and the tensor, in ascending order.
+            done: called by another thread when the file is on the disk.
         """
         self._workers.start(partial(self._make, path, order, done))
 
     def _make(self, path: Path, order: Sequence[tuple[int, Derived]],
               done: Callable[[], None]) -> Iterator[None]:
         with (open(path, "r+b", buffering=0) as file,
-              ThreadPoolExecutor(1) as disk):  # ends before the file is closed
+              ThreadPoolExecutor(1) as disk):  # the thread ends before the file is closed
             checksums.seal(path, self._fill(file, _blocks(order, self._readers), disk))
             yield
             os.fsync(file.fileno())
@@ -243,20 +261,20 @@ class SealedWriter:
 
     def _fill(self, file: io.FileIO, pieces: Iterator[tuple[int | None, memoryview]],
               disk: Executor) -> int:
-        """Returns the checksum of the whole file."""
+        """Write the pieces and return the checksum of the whole file."""
         size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
         for start, data in pieces:
             self._workers.check()
             if start is not None:
-                at, crc = _keep(file, at, start, crc)
+                at, crc = _sum_existing(file, at, start, crc)
             file.seek(at)
             _write_all(file, data)
             at, crc = at + len(data), checksums.crc32(data, crc)
             self._advance(len(data))
-            if at - begun >= FLUSH:  # the disk begins to take it, without a wait
+            if at - begun >= FLUSH:  # lets the disk start writing without waiting for it
                 disk.submit(begin_writing, file.fileno(), begun, at - begun)
                 begun = at
-        return _keep(file, at, size, crc)[1]
+        return _sum_existing(file, at, size, crc)[1]
 
     def __enter__(self) -> SealedWriter:
         return self
@@ -268,13 +286,14 @@ class SealedWriter:
 
 def _blocks(order: Iterable[tuple[int, Derived]],
             reader: Executor) -> Iterator[tuple[int | None, memoryview]]:
-    """The bytes of all tensors, with the place of each one's first; the next ones are read by
-    another thread, while the caller sums and writes these.
+    """Yield the bytes of all tensors, with the file offset of each tensor's first byte.
+
+    Another thread reads the next block while the caller processes the current block.
     """
     ahead = None
-    for start, one in order:
-        for window in blocks(one.entry, BLOCK):
-            reading = reader.submit(_bytes_of, one, window)
+    for start, tensor in order:
+        for window in blocks(tensor.entry, BLOCK):
+            reading = reader.submit(_bytes_of, tensor, window)
             if ahead is not None:
                 yield ahead[0], ahead[1].result()
             ahead, start = (start, reading), None
@@ -283,7 +302,7 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
 
 def _in_memory() -> Callable[[Tensor], Derived]:
-    """Gives tensors in memory as those in files are; one that comes again the same way."""
+    """Return a function that wraps tensors in memory; the same tensor gives the same `Derived`."""
     known: dict[int, Derived] = {}
 
     def stored(tensor: Tensor) -> Derived:
@@ -293,19 +312,19 @@ def _in_memory() -> Callable[[Tensor], Derived]:
 
 
 def _write_all(file: io.FileIO, data: memoryview) -> None:
-    # a full disk may take a part, and says so only when the rest is written
+    # On a full disk a write may store only a part; the error is raised by the next write.
     written = 0
     while written < len(data):
         written += file.write(data[written:])
 
 
-def _bytes_of(one: Derived, window: Window) -> memoryview:
-    values = one.read(window).contiguous()
+def _bytes_of(tensor: Derived, window: Window) -> memoryview:
+    values = tensor.read(window).contiguous()
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
-def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
-    """Sum what is between tensors, and there already; the new place and sum."""
+def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
+    """Add existing bytes between tensors to the checksum; return the new position and checksum."""
     while at < until:
         file.seek(at)
         data = file.read(min(until - at, BLOCK))
@@ -313,10 +332,10 @@ def _keep(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
     return at, crc
 
 
-def _places(written: Any, skeleton: Any) -> dict[int, int]:
-    """Where each tensor of a skeleton is in the file, by the tensor's id."""
-    return {id(fake): there.untyped_storage()._checkpoint_offset
-            for there, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}
+def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
+    """Return the file offset of each tensor of a skeleton, by the tensor's id."""
+    return {id(fake): stored.untyped_storage()._checkpoint_offset
+            for stored, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
-"""Loading files that others wrote: only plain values and listed classes, so that no code in them
-runs.
+"""Loading of files from untrusted sources.
+
+Only plain values and listed classes are unpickled, so that no code in the files runs.
 """
 
 from __future__ import annotations
@@ -21,35 +22,37 @@ from torch.serialization import get_safe_globals, safe_globals
 from moe_plugin.utils.messages import short
 
 FLAG = "--trust-checkpoint"
-torch_load = torch.load  # a host's process may restrict the name in torch itself
-_LEGACY = 4  # pickles before the tensors in a file of `torch.save` that is not a zip file
+torch_load = torch.load  # a copy, because a host may restrict `torch.load` itself
+_LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file that is not a zip file
 
 
 class UntrustedFile(ValueError):
-    """A file needs classes that are not listed: loading it could run code."""
+    """A file needs classes that are not listed, so that loading it could run code."""
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
         super().__init__(
-            f"{what} holds {short(', '.join(sorted(classes)))}: loading it can run code that is in "
-            f"the file, so it is refused; where you know who wrote it, give {FLAG}")
+            f"{what} contains {short(', '.join(sorted(classes)))}: loading it can run code from "
+            f"the file, so it is refused; if you trust the author of the file, use {FLAG}")
 
 
 def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
-    """`torch.load` of plain values, tensors and `allowed` classes.
+    """Call `torch.load` for plain values, tensors and `allowed` classes only.
 
     Args:
         file: path or stream.
-        allowed: classes and functions that its pickle may name.
-        what: what errors call it.
-        options: for `torch.load`.
+        allowed: classes and functions that the pickle may reference.
+        what: description of the file for error messages.
+        options: passed to `torch.load`.
     Raises:
-        UntrustedFile: it names others. What `torch.load` raises: it is damaged.
-        ValueError: it would need more memory than its size.
+        UntrustedFile: the pickle references other classes.
+        RuntimeError, pickle.UnpicklingError: `torch.load` cannot read the damaged file.
+        ValueError: loading would need more memory than the size of the file.
     """
     check_sizes(file, what)
     known = {*get_safe_globals()}
-    # leaving `safe_globals` forgets all that it was given, also what others had listed before
-    with safe_globals([one for one in allowed if one not in known]):
+    # On exit `safe_globals` forgets all classes passed to it, even classes that were registered
+    # before it was entered. So only new classes are passed.
+    with safe_globals([allowed_class for allowed_class in allowed if allowed_class not in known]):
         try:
             return torch_load(file, **{**options, "weights_only": True})
         except (pickle.UnpicklingError, RuntimeError) as error:
@@ -60,33 +63,42 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
 
 
 def check(file: Any, what: str, cause: BaseException | None = None) -> None:
-    """Raise `UntrustedFile` if a file of `torch.save` (path or stream) names other classes than
-    those in `torch.serialization.safe_globals`. Nothing in the file runs.
+    """Raise `UntrustedFile` if a `torch.save` file references classes that are not listed.
+
+    The listed classes are those in `torch.serialization.safe_globals`. No code in the file runs.
+
+    Args:
+        file: path or stream.
+        what: description of the file for error messages.
+        cause: error from which `UntrustedFile` is raised. Optional.
     """
     check_sizes(file, what)
     listed = {*of_torch._get_allowed_globals(), *of_torch._get_user_allowed_globals()}
     with _opened(file) as stream:
-        if unsafe := {name for pickled in _pickles(stream) for name in _names(pickled)} - listed:
+        if unsafe := {name for pickled in _pickles(stream)
+                      for name in _referenced_classes(pickled)} - listed:
             raise UntrustedFile(what, unsafe) from cause
 
 
 def check_sizes(file: Any, what: str) -> None:
-    """Raise `ValueError` if a zip file of `torch.save` is compressed, or if its members are larger
-    than the file: reading it could fill the memory. torch writes no such file.
+    """Raise `ValueError` if a `torch.save` zip file is compressed or its members exceed its size.
+
+    Reading such a file could exhaust the memory. torch does not write such files.
     """
     with _opened(file) as stream, contextlib.suppress(zipfile.BadZipFile):
         members = zipfile.ZipFile(stream).infolist()
-        needed, size = sum(one.file_size for one in members), stream.seek(0, io.SEEK_END)
-        if needed > size or any(one.compress_type != zipfile.ZIP_STORED for one in members):
+        needed, size = sum(member.file_size for member in members), stream.seek(0, io.SEEK_END)
+        if needed > size or any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise ValueError(
-                f"{what} holds {needed} bytes in {size}, compressed or shared among its members: "
-                "torch.save writes no such file, and it could fill the memory, so it is refused; "
-                "write it again with torch.save")
+                f"{what} is {size} bytes large but expands to {needed} bytes; its members are "
+                "compressed or share data. torch.save does not write such files, and loading it "
+                "could "
+                "exhaust the memory, so it is refused; write the file again with torch.save")
 
 
 @contextlib.contextmanager
 def _opened(file: Any) -> Iterator[Any]:
-    """A path's or a stream's bytes, from where the stream is; the stream stays there."""
+    """Yield the bytes of a path, or of a stream from its position; the position is restored."""
     if isinstance(file, str | os.PathLike):
         with open(file, "rb") as stream:
             yield stream
@@ -99,8 +111,9 @@ def _opened(file: Any) -> Iterator[Any]:
 
 
 class _FromStart(io.RawIOBase):
-    """A stream that seeks from its start only: torch's views of a part of a file take an offset
-    from their end with the wrong sign.
+    """A stream that seeks only from its start.
+
+    torch's views of a part of a file apply an offset from the end with the wrong sign.
     """
 
     def __init__(self, file: Any) -> None:
@@ -115,7 +128,7 @@ class _FromStart(io.RawIOBase):
 
 
 def _pickles(stream: Any) -> Iterator[Any]:
-    """The pickles in a file of `torch.save`."""
+    """Yield the pickles in a `torch.save` file."""
     start = stream.tell()
     with contextlib.suppress(zipfile.BadZipFile):
         archive = zipfile.ZipFile(stream)
@@ -129,29 +142,30 @@ def _pickles(stream: Any) -> Iterator[Any]:
         yield stream
 
 
-def _names(stream: Any) -> set[str]:
-    """The classes and functions that the next pickle of a stream names."""
-    found, texts = set[str](), ["", ""]
-    with contextlib.suppress(ValueError, EOFError):  # the names up to where it is damaged
+def _referenced_classes(stream: Any) -> set[str]:
+    """Return the classes and functions that the next pickle of a stream references."""
+    classes, texts = set[str](), ["", ""]
+    # a damaged pickle yields the names ahead of the damage
+    with contextlib.suppress(ValueError, EOFError):
         for operation, value, _ in pickletools.genops(stream):
             if operation.name in ("GLOBAL", "INST"):
-                found.add(".".join(str(value).split(" ", 1)))
+                classes.add(".".join(str(value).split(" ", 1)))
             elif operation.name == "STACK_GLOBAL":
-                found.add(".".join(texts))
+                classes.add(".".join(texts))
             elif isinstance(value, str):
                 texts = [texts[1], value]
-    return found
+    return classes
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle that may name only listed classes, and members of those that are enums.
+    """An unpickler that accepts only listed classes, and members of listed enums.
 
     Args:
         stream: the pickle.
         allowed: `module.name` of each class.
-        what: what errors call it.
+        what: description of the file for error messages.
     Raises:
-        UntrustedFile: by `load`, it names another one.
+        UntrustedFile: raised by `load` if the pickle references another class.
     """
 
     def __init__(self, stream: Any, allowed: Iterable[str], what: str) -> None:
@@ -159,7 +173,7 @@ class Unpickler(pickle.Unpickler):
         self._allowed, self._what = frozenset(allowed), what
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, where it is listed; torch's data types are."""
+        """Return a listed class or a data type of torch; raise `UntrustedFile` for other names."""
         if f"{module}.{name}" in self._allowed:
             return super().find_class(module, name)
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
@@ -169,7 +183,8 @@ class Unpickler(pickle.Unpickler):
         raise UntrustedFile(self._what, [f"{module}.{name}"])
 
     def _member(self, kind: Any, name: Any) -> Any:
-        # Python 3.11.0 to 3.11.3 write a member as getattr(enum, its name), others as enum(value)
+        # Python 3.11.0 to 3.11.3 pickle a member as getattr(enum, its name), other versions as
+        # enum(value)
         if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
             return kind[name]
         raise UntrustedFile(self._what, ["builtins.getattr"])

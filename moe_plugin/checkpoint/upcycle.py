@@ -1,17 +1,18 @@
-"""Upcycling: a dense model becomes a Mixture of Experts that computes the same at first.
+"""Upcycling: conversion of a dense model to a Mixture of Experts that initially computes the same.
 
 Copy: every expert is a copy of the layer's MLP, routers are random, and the weights of the chosen
-experts sum to 1, so that any choice gives the MLP's output. Source: Komatsuzaki et al. 2023,
+experts sum to 1, so that any choice gives the MLP's output. Source: Komatsuzaki and others 2023,
 Sparse Upcycling.
 
 Granular: the MLP is cut along its inner width into G pieces, and the experts are E / G copies of
-the G pieces: expert c * G + g has piece g of copy c. The output is the MLP's only if every piece
-is chosen equally often with equal weights. So the router starts with one random row per copy,
-which the copy's G experts share (a virtual group): they have equal scores, and for a top_k that is
-a multiple of G the choice is always of whole groups. Each piece then has weight 1 / G in sum,
-which a factor G on the output matrices makes up for. Source: He et al. 2024, Upcycling Large
-Language Models into Mixture of Experts, section "virtual group initialization"; the factor stands
-on the output matrix alone, where it is exact for every activation.
+the G pieces: expert c * G + g has piece g of copy c. The output equals the MLP's output only if
+every piece is chosen equally often with equal weights. Therefore the router starts with one random
+row per copy, which the copy's G experts share (a virtual group). The G experts have equal scores,
+so for a top_k that is a multiple of G the router always chooses whole groups. The weights of each
+piece then sum to 1 / G, which a factor of G on the output matrices compensates. Source: He and
+others 2024, Upcycling Large Language Models into Mixture of Experts, section "virtual group
+initialization". Here the factor is applied only to the output matrix, where it is exact for every
+activation.
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """What becomes of a dense model.
+    """Settings of the conversion of a dense model.
 
     Attributes:
-        experts: E, of each MoE layer.
+        experts: E, number of experts of each MoE layer.
         top_k: experts per token.
-        granularity: G, pieces into which an MLP is cut; 1: experts are copies.
-        shared: share of the MLP's output that a shared expert gives, itself a copy of the MLP, 0 to
-            1; the routed experts give the rest.
-        shared_gate: with Qwen2-MoE's gate.
-        every: every so many layers become MoE layers, the last of each run; 1: all.
-        encoder_every, decoder_every: the same of one stack of a translation model, 0: none of its
-            layers; None: as `every`.
+        granularity: G, number of pieces into which an MLP is cut; 1 for copies.
+        shared: fraction of the MLP's output that a shared expert (a copy of the MLP) contributes,
+            from 0 to below 1; the routed experts contribute the rest.
+        shared_gate: add Qwen2-MoE's gate to the shared expert.
+        every: the last layer of every run of this many layers becomes an MoE layer; 1 for all
+            layers.
+        encoder_every, decoder_every: like `every`, for one stack of a translation model; 0 converts
+            no layer of the stack. Defaults to `every`.
         router_std: standard deviation of the routers' random rows.
-        seed: of them.
+        seed: seed of the routers' random rows.
     """
 
     experts: int
@@ -81,10 +83,10 @@ class Upcycling:
         for name, fits, must, remedy in (
                 ("granularity", g >= 1, "at least 1", "use 1 for copies"),
                 ("experts", self.experts >= 2 and self.experts % max(g, 1) == 0,
-                 f"at least 2, and a multiple of granularity={g}", f"use {8 * max(g, 1)}"),
+                 f"at least 2 and a multiple of granularity={g}", f"use {8 * max(g, 1)}"),
                 ("top_k", 2 <= self.top_k <= self.experts and self.top_k % max(g, 1) == 0,
-                 f"from 2 to experts={self.experts}, and a multiple of granularity={g}: then the "
-                 "weights sum to 1 and groups are complete", f"use {max(2, g)}"),
+                 f"from 2 to experts={self.experts} and a multiple of granularity={g}, so that "
+                 "the weights sum to 1 and groups are complete", f"use {max(2, g)}"),
                 ("shared", 0 <= self.shared < 1, "from 0 to below 1", "use 0 for none"),
                 ("shared_gate", not self.shared_gate or self.shared > 0,
                  "false without a shared expert", "set shared, e.g. 0.5"),
@@ -98,24 +100,24 @@ class Upcycling:
 
 
 def upcycle(source: Source, plan: Upcycling) -> View:
-    """A neutral dense model as a neutral Mixture of Experts, lazily.
+    """Return a lazy view of a neutral dense model as a neutral Mixture of Experts.
 
-    Optimizer state does not fit the new model and is left out, with a line in the log.
+    Optimizer state does not fit the new model, so it is left out, and this is logged.
 
     Raises:
-        CheckpointError: it has MoE layers already, or no MLP that can become experts.
+        CheckpointError: the model already has MoE layers, or no MLP can become experts.
     """
     settings = DecoderSettings.from_dict(source.values["model"])
     refuse_experts(source, settings.top_k)
     if (plan.encoder_every, plan.decoder_every) != (None, None):
-        raise CheckpointError("the model has no encoder: encoder_every and decoder_every are for "
-                              "translation models of fairseq; use every")
+        raise CheckpointError("the model has no encoder, but encoder_every and decoder_every apply "
+                              "only to translation models of fairseq; use every")
     mlps = _mlps(source)
     last = max(mlps, default=-1)
     chosen = {layer for layer in mlps if (layer + 1) % plan.every == 0}
     if not chosen:
-        raise CheckpointError(f"no layer becomes an MoE layer: every={plan.every}, and the model "
-                              f"has MLPs in layers up to {last}; use a smaller --every")
+        raise CheckpointError(f"no layer becomes an MoE layer with every={plan.every}, because the "
+                              f"model has MLPs only in layers up to {last}; use a smaller --every")
     tell_left_out(source)
     values = {**source.values, "model": replace(
         settings, top_k=plan.top_k, router="softmax", normalize_top_k=True,
@@ -125,27 +127,27 @@ def upcycle(source: Source, plan: Upcycling) -> View:
 
 
 def refuse_experts(source: Source, top_k: int = 0) -> None:
-    """`CheckpointError` for a model that has MoE layers."""
+    """Raise `CheckpointError` for a model that already has MoE layers."""
     if source.layers or top_k:
         raise CheckpointError(f"{next(iter(source.layers), 'the model')!r} already has experts; "
-                              "give a dense model")
+                              "use a dense model")
 
 
 def tell_left_out(source: Source) -> None:
-    """Log which parts of a checkpoint the new one does not have."""
+    """Log the parts of a checkpoint that the new checkpoint does not contain."""
     if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
-        logger.info("left out: %s of the optimizer, which a model of experts starts from zero",
+        logger.info("left out the optimizer state %s, which starts from zero in a model of experts",
                     ", ".join(left_out))
 
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
-    """Tensors of each layer's MLP by their name below it."""
-    found: dict[int, dict[str, Derived]] = {}
+    """Return the tensors of each layer's MLP by their names below the MLP."""
+    mlps: dict[int, dict[str, Derived]] = {}
     for key in source.entries:
         parts = key[1].split(".")
         if key[0] == MODEL and parts[0] == "layers" and parts[2] == "mlp":
-            found.setdefault(int(parts[1]), {})[".".join(parts[3:])] = source.tensor(key)
-    return found
+            mlps.setdefault(int(parts[1]), {})[".".join(parts[3:])] = source.tensor(key)
+    return mlps
 
 
 def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, Derived]],
@@ -163,19 +165,20 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, De
 
 def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
                 prefix: str) -> Iterator[Derived]:
-    """The tensors of the MoE layer that an MLP becomes, by neutral names.
+    """Yield the tensors of the MoE layer that an MLP becomes, with neutral names.
 
     Args:
-        mlp: tensors of the MLP by their neutral names below it.
-        layer: a number that no other MoE layer has: the seed of its router.
-        prefix: of the names.
+        mlp: tensors of the MLP by their neutral names below the MLP.
+        plan: settings of the conversion.
+        layer: a number that is unique among MoE layers, for the seed of the router.
+        prefix: prefix of the new names.
     Raises:
-        CheckpointError: the MLP cannot be cut into so many pieces.
+        CheckpointError: the MLP cannot be cut into `plan.granularity` pieces.
     """
     inner = mlp["w_in.weight"].entry.shape[0]
     if inner % plan.granularity:
-        raise CheckpointError(f"{prefix}: inner width {inner} is not a multiple of "
-                              f"granularity={plan.granularity}; choose a divisor")
+        raise CheckpointError(f"the MLP at {prefix} has inner width {inner}, which is not a "
+                              f"multiple of granularity={plan.granularity}; choose a divisor")
     yield _router(mlp["w_in.weight"], plan, layer).renamed(prefix + "router.weight")
     for part in ("w_in", "w_gate", "w_out"):
         if part + ".weight" in mlp:
@@ -190,14 +193,14 @@ def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
 def _experts(mlp: Mapping[str, Derived], part: str, plan: Upcycling,
              prefix: str) -> Iterator[Derived]:
     g, out, copies = plan.granularity, part == "w_out", plan.experts // plan.granularity
-    whole = transposed(mlp[part + ".weight"], (1, 0))  # [D, F], of w_out [F, D]
+    whole = transposed(mlp[part + ".weight"], (1, 0))  # [D, F], but [F, D] for w_out
     axis = 0 if out else 1
     factor = (1 - plan.shared) * g if out else 1.0
-    pieces = [_scaled(one, factor) for one in pieces_of(whole, g, axis)] * copies
+    pieces = [_scaled(piece, factor) for piece in pieces_of(whole, g, axis)] * copies
     yield stacked(pieces).renamed(f"{prefix}experts.{part}_{'LFD' if out else 'LDF'}")
     if part + ".bias" in mlp:
         bias = mlp[part + ".bias"]
-        # gate weights sum to 1, so that each piece adds the whole output bias
+        # gate weights sum to 1, so each piece adds the whole output bias
         parts = [_scaled(bias, 1 - plan.shared)] * g if out else pieces_of(bias, g)
         name = f"bias{part[1:]}_{'LD' if out else 'LF'}"
         yield stacked([*parts] * copies).renamed(f"{prefix}experts.{name}")
@@ -220,7 +223,7 @@ def _scaled(one: Derived, factor: float) -> Derived:
 
 
 def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
-    """Random rows, each for the experts of one copy."""
+    """Return router weights: one random row per copy, repeated for the copy's experts."""
     entry = TensorEntry((plan.experts, like.entry.shape[1]), like.entry.dtype)
 
     def read(window: Window) -> Tensor:
@@ -233,14 +236,13 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source of a format's names as a new checkpoint, complete or not at all.
+    """Write a source with a format's names as a new checkpoint; remove partial files on failure.
 
     Raises:
-        CheckpointError: something is there already, the format cannot hold the source, or the disk
-            is full.
+        CheckpointError: the target exists, the format cannot store the source, or the disk is full.
     """
     if target.exists():
-        raise CheckpointError(f"{str(target)!r} is there already; give another folder")
+        raise CheckpointError(f"{str(target)!r} already exists; choose another folder")
     scratch = target.with_name(target.name + ".writing")
     try:
         shutil.rmtree(scratch, ignore_errors=True)

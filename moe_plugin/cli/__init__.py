@@ -1,1 +1,1 @@
-"""The `moe-plugin` command. Nothing in the package imports this."""
+"""The `moe-plugin` command. No other module of the package imports this one."""

@@ -1,5 +1,6 @@
-"""Commands for clusters: `calibrate` and `profile-device` measure into the files that `plan` reads,
-`simulate all-to-all` predicts from one.
+"""Commands for clusters: `calibrate`, `profile-device`, `simulate all-to-all`, `simulate routing`.
+
+`calibrate` and `profile-device` measure and write the files that `plan` reads.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from moe_plugin.utils.regular_files import check_output, write_regular
 
 
 def calibrate_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin calibrate`."""
+    """Add the options of `moe-plugin calibrate`."""
     from moe_plugin.cli.figures import add_exchange_sizes
 
-    p.description = ("Measures linear, 2dh and leader all-to-all by size and fits the cost per "
-                     "message and per byte of the links, by which `auto` (comm.cluster) and "
-                     "`moe-plugin simulate` predict. On your own ranks: start it with torchrun on "
-                     "each node. Emulated: give several small grids.")
+    p.description = ("Measures linear, 2dh and leader all-to-all for several sizes and fits the "
+                     "cost per message and per byte of the links. `auto` (comm.cluster) and "
+                     "`moe-plugin simulate` predict times from the result. To measure your own "
+                     "ranks, start the command with torchrun on each node. To measure an emulated "
+                     "cluster, give several small grids.")
     add_exchange_sizes(p, "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB")
     p.add_argument("--nics", type=int, default=1,
                    help="network cards per node (default: %(default)s)")
     p.add_argument("--name", default="cluster",
-                   help="the cluster's name in the file (default: %(default)s)")
+                   help="name of the cluster in the file (default: %(default)s)")
     p.add_argument("--out", type=Path, default=Path("cluster.yaml"), metavar="FILE",
                    help="file to write (default: %(default)s)")
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure, fit, write, and say how well the fit describes what was measured."""
+    """Measure, fit, write the file, and print how well the fit describes the measurements."""
     from moe_plugin.cli.measure.all_to_all import NAMES, Plan, measure_rows, measurements_of
     from moe_plugin.planner import Cluster, dump_cluster
     from moe_plugin.planner.fit import fit
@@ -43,7 +45,7 @@ def calibrate(args: argparse.Namespace) -> int:
         args,
         Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
     if not rows:
-        return 0  # a rank other than 0
+        return 0  # only rank 0 gets rows
     last = rows[-1]
     shape = Cluster(name=args.name, nodes=last.nodes, ranks_per_node=last.ranks_per_node,
                     nics=args.nics)
@@ -59,12 +61,12 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def profile_device_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin profile-device`."""
-    p.description = ("Times matmuls of few and many rows, copies and the smallest operation, as "
-                     "one rank sees them.")
+    """Add the options of `moe-plugin profile-device`."""
+    p.description = ("Measures matmuls with few and with many rows, copies, and the smallest "
+                     "operation, as one rank observes them.")
     p.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
-                   help="of the matmuls (default: %(default)s)")
+                   help="dtype of the matmuls (default: %(default)s)")
     p.add_argument("--model-dim", type=int, default=512,
                    help="width of a token (default: %(default)s)")
     p.add_argument("--hidden-dim", type=int, default=2048,
@@ -72,14 +74,14 @@ def profile_device_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--out", type=Path, default=Path("device.yaml"), metavar="FILE",
                    help="file to write (default: %(default)s)")
     p.add_argument("--kernels", type=Path, default=None, metavar="FILE",
-                   help="also time the ways to compute experts by their rows, for `moe-plugin plan "
-                        "--prefill`")
+                   help="also measure each way to compute experts by their rows, for `moe-plugin "
+                        "plan --prefill`")
     p.add_argument("--experts", type=int, default=8, metavar="N",
-                   help="with --kernels: experts of a rank (default: %(default)s)")
+                   help="with --kernels: number of experts of a rank (default: %(default)s)")
 
 
 def profile_device(args: argparse.Namespace) -> int:
-    """Measure and write."""
+    """Measure the processor and write the file."""
     import torch
     import yaml
 
@@ -109,22 +111,22 @@ def profile_device(args: argparse.Namespace) -> int:
 
 
 def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin simulate all-to-all`."""
-    p.description = ("Predicts from a cluster file (`moe-plugin calibrate`, or configs/clusters) "
-                     "how long each all-to-all takes, and which is best.")
+    """Add the options of `moe-plugin simulate all-to-all`."""
+    p.description = ("Predicts from a cluster file (written by `moe-plugin calibrate`, or one of "
+                     "configs/clusters) how long each all-to-all takes, and which is the fastest.")
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
     p.add_argument(
         "--ranks", default="2,4,8,16,32,64,128,256,512,1024,2048,4096", metavar="LIST",
-        help="numbers of ranks; the file says how many each node has (default: %(default)s)")
+        help="numbers of ranks; the file sets the ranks per node (default: %(default)s)")
     p.add_argument("--sizes", default="64KiB,1MiB,32MiB,256MiB", metavar="LIST",
                    help="bytes per rank (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     p.add_argument("--plot", metavar="FILE",
-                   help="also draw time by ranks into FILE (.png or .svg)")
+                   help="also draw the time by ranks into FILE (.png or .svg)")
 
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
-    """Predict and print."""
+    """Predict the times and print them."""
     from moe_plugin.cli.planning.explain import plot_model, predicted_parts
     from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_counts, parse_size
@@ -142,41 +144,43 @@ def simulate_all_to_all(args: argparse.Namespace) -> int:
 
 
 def simulate_routing_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin simulate routing`."""
+    """Add the options of `moe-plugin simulate routing`."""
     from moe_plugin.cli.figures import add_links
 
     p.description = ("Replays routing traces (observe.trace, or Megatron's "
-                     "--moe-routing-trace-path) through the planner: what each policy for "
-                     "overloaded experts would take on a cluster, compared with forced balance. "
-                     "With --emulate also through the layer itself, on nodes that this machine "
-                     "emulates (Linux, root).")
-    p.add_argument("trace", metavar="FOLDER", help="with router_trace_rank0.jsonl, ...")
+                     "--moe-routing-trace-path) in the planner. Predicts the time of each policy "
+                     "for overloaded experts on a cluster, compared with forced balance. With "
+                     "--emulate the traces also run through the layer itself, on nodes that this "
+                     "machine emulates (Linux, root).")
+    p.add_argument("trace", metavar="FOLDER",
+                   help="folder with router_trace_rank0.jsonl and so on")
     p.add_argument("--model", required=True, metavar="FILE", help="model file (configs/plans)")
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
     p.add_argument("--device", required=True, metavar="FILE", help="device file")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
-                   help="nodes whose ranks share the experts (default: one, of the trace's ranks)")
+                   help="nodes whose ranks share the experts (default: one node with the ranks of "
+                        "the trace)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
-                   help="their ranks per node (default: the cluster file's)")
+                   help="ranks per node (default: as in the cluster file)")
     p.add_argument("--tokens", type=int, default=None, metavar="N",
-                   help="tokens of a rank, for which those of the trace stand (default: as many)")
+                   help="tokens of a rank, to which the trace is scaled (default: as in the trace)")
     p.add_argument("--guests", type=int, default=2, metavar="N",
-                   help="experts that a rank may borrow, parallel.guests (default: %(default)s)")
+                   help="experts a rank may borrow, parallel.guests (default: %(default)s)")
     p.add_argument("--replan", type=int, default=10, metavar="N",
-                   help="steps of a placement that stands, parallel.replan (default: %(default)s)")
+                   help="steps between new placements, parallel.replan (default: %(default)s)")
     p.add_argument("--emulate", metavar="NxP", help="nodes x ranks per node that share the experts "
-                   "and run the layer, in float32, e.g. 2x2; --cluster and --device: files of such "
-                   "nodes and processors, e.g. configs/clusters/emulated.yaml and "
+                   "and run the layer in float32, e.g. 2x2; then --cluster and --device describe "
+                   "these nodes and processors, e.g. configs/clusters/emulated.yaml and "
                    "configs/devices/cpu_core.yaml")
     p.add_argument("--steps", type=int, default=None, metavar="N",
-                   help="with --emulate, steps of the trace, a third each from its beginning, "
-                        "middle and end (default: 12)")
+                   help="with --emulate: number of steps of the trace, a third each from its "
+                        "beginning, middle and end (default: 12)")
     add_links(p)
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def simulate_routing(args: argparse.Namespace) -> int:
-    """Replay and print."""
+    """Replay the traces in the planner and print the result."""
     from moe_plugin.cli.figures import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces
@@ -188,35 +192,35 @@ def simulate_routing(args: argparse.Namespace) -> int:
     if args.emulate is not None:
         return _emulate_routing(args)
     if args.steps is not None:
-        raise ValueError(f"--steps {args.steps} goes with --emulate; leave it out")
+        raise ValueError(f"--steps {args.steps} needs --emulate. Leave --steps out")
     refuse_links(args)
     cluster, ranks = load_cluster(args.cluster), None
     if args.nodes or args.ranks_per_node:
         cluster = cluster.resized(args.nodes or 1, args.ranks_per_node)
         ranks = cluster.ranks
-    found = replay(read_traces(args.trace), load_model(args.model), cluster,
-                   load_device(args.device), args.guests, args.replan, ranks, args.tokens)
-    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
+    result = replay(read_traces(args.trace), load_model(args.model), cluster,
+                    load_device(args.device), args.guests, args.replan, ranks, args.tokens)
+    print(json.dumps(as_dict(result), indent=1) if args.json else explain(result))
     return 0
 
 
 def _emulate_routing(args: argparse.Namespace) -> int:
-    """Replay through the layer itself, and print."""
+    """Replay the traces through the layer itself and print the result."""
     from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.units import parse_grid
 
     if args.nodes or args.ranks_per_node:
-        raise ValueError(f"--emulate {args.emulate} says nodes and ranks, and so do --nodes and "
-                         "--ranks-per-node: must be one of them; leave these out")
+        raise ValueError(f"--emulate {args.emulate} already sets the nodes and ranks per node. "
+                         "Leave --nodes and --ranks-per-node out")
     replayed = laboratory("bench.replayed")
     where = replayed.Emulation(parse_grid(args.emulate), links_of(args), load_model(args.model),
                                os.path.abspath(args.cluster), os.path.abspath(args.device),
                                args.guests, args.replan)
     steps = replayed.excerpt(read_traces(args.trace), where.model.experts, where.ranks,
                              args.steps or replayed.STEPS, args.tokens)
-    found = replayed.emulate(steps, where)
-    print(json.dumps(replayed.as_json(found), indent=1) if args.json else
-          replayed.explain(found, args.emulate))
+    result = replayed.emulate(steps, where)
+    print(json.dumps(replayed.as_json(result), indent=1) if args.json else
+          replayed.explain(result, args.emulate))
     return 0

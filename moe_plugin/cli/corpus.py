@@ -1,13 +1,13 @@
-"""A text corpus without a download: the Python standard library's sources.
+"""A text corpus that needs no download: the Python standard library's sources.
 
-The text depends on the Python version alone: files in the order of a hash of their names, without
-tests, until the wanted size is reached; every tenth file goes to `valid`, another tenth to `test`.
-Tokens are bytes in every format, so losses in nats per token can be compared between hosts and with
-the unigram entropy.
+The text depends only on the Python version. Files without tests are added in the order of a hash of
+their names until the requested size is reached. One tenth of the files goes to `valid`, and another
+tenth to `test`. Tokens are bytes in every format, so losses in nats per token can be compared
+between hosts and with the unigram entropy.
 
-| file | for |
+| file | content |
 |---|---|
-| `train.txt`, `valid.txt`, `test.txt` | raw text (Megatron's indexed dataset is made from it) |
+| `train.txt`, `valid.txt`, `test.txt` | raw text (input of Megatron's indexed dataset) |
 | `train.tok`, `valid.tok`, `test.tok`, `dict.txt` | a token per byte, for `fairseq-preprocess` |
 | `corpus.json` | `CorpusInfo` |
 """
@@ -35,21 +35,23 @@ _SKIPPED = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload",
     "encodings", "ensurepip"
 }
-_LARGEST_FILE = 300_000  # bytes; the few larger ones are generated tables
+_LARGEST_FILE = 300_000  # bytes; the few larger files are generated tables
 _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusInfo:
-    """What a corpus contains.
+    """The description of a corpus.
 
     Attributes:
-        size: bytes requested.
-        source: folder of the text, `stdlib` for the standard library.
-        python: its version.
-        files, tokens: by split; a token is a byte.
-        unigram_entropy: of the training text, nats per token: the loss of a model that knows
-            only the frequency of each byte.
+        size: requested number of bytes.
+        source: folder of the text, or `stdlib` for the standard library.
+        python: version of Python.
+        files: number of files of each split.
+        tokens: number of tokens of each split. A token is a byte.
+        unigram_entropy: entropy of the training text in nats per token. This is the loss of a model
+            that knows only the frequency of each byte.
+        format: version of the format.
     """
 
     size: int
@@ -62,30 +64,31 @@ class CorpusInfo:
 
 
 def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None) -> CorpusInfo:
-    """Write the corpus to `out`, unless it exists already (same size, source and Python).
+    """Write the corpus to `out`, unless it already exists with the same size, source and Python.
 
     Args:
-        out: folder; created if missing.
-        size: bytes of all splits together (a little more: whole files are taken).
-        source: folder of Python files; None: the running interpreter's standard library.
+        out: folder, created if missing.
+        size: total number of bytes of all splits. The result is a little larger, because only whole
+            files are added.
+        source: folder of Python files. Optional. Defaults to the standard library of the running
+            interpreter.
     Raises:
-        ValueError: a size that leaves a split empty, no sources in the folder, or a file that
-            cannot be written.
+        ValueError: a split would be empty, the folder has no sources, or a file cannot be written.
     """
     if size < 1:
-        raise ValueError(f"corpus size {size} is out of bounds: must be >= 1 byte; use 4000000")
+        raise ValueError(f"corpus size {size} is out of bounds: it must be >= 1 byte, e.g. 4000000")
     root = source if source is not None else Path(sysconfig.get_path("stdlib"))
     name = "stdlib" if source is None else str(source)
-    there = read_info(out)
-    if there is not None and (there.size, there.source, there.python,
-                              there.format) == (size, name, platform.python_version(), _FORMAT):
-        return there
+    existing = read_info(out)
+    if existing is not None and (existing.size, existing.source, existing.python,
+                              existing.format) == (size, name, platform.python_version(), _FORMAT):
+        return existing
     texts = _split(_files(root), size, root)
     make_folder(out)
     for file in ("corpus.json", "dict.txt", *(f"{s}.{kind}" for s in SPLITS
                                               for kind in ("txt", "tok"))):
         check_output(out / file)
-    # written last: a corpus without it is not complete
+    # written last, so that a corpus without this file is known to be incomplete
     (out / "corpus.json").unlink(missing_ok=True)
     for split in SPLITS:
         _write(out, split, texts[split])
@@ -101,7 +104,7 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
 
 
 def read_info(out: Path) -> CorpusInfo | None:
-    """The record of a complete corpus in `out`; None if it is missing or of another format."""
+    """Return the description of the complete corpus in `out`, or None without such a corpus."""
     try:
         values = json.loads((out / "corpus.json").read_text())
         complete = all(
@@ -112,21 +115,22 @@ def read_info(out: Path) -> CorpusInfo | None:
 
 
 def unigram_entropy(tokens: Iterable[int]) -> float:
-    """-sum_v p(v) ln p(v) over the tokens' relative frequencies p, in nats per token."""
+    """Return -sum_v p(v) ln p(v) for the relative frequencies p of the tokens, in nats per token.
+    """
     counts = Counter(tokens)
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
 
 
 def byte_token(byte: int) -> str:
-    """A byte as one printable token: itself, `▁` for a blank, else like `<0x0A>`."""
+    """Return a byte as one printable token: the character, `▁` for a blank, or e.g. `<0x0A>`."""
     if byte == ord(" "):
         return "▁"
     return chr(byte) if 0x21 <= byte <= 0x7E else f"<0x{byte:02X}>"
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """The lines of a text as tokens between blanks.
+    """Yield the lines of a text as tokens separated by blanks.
 
     The line break is fairseq's end-of-sentence token.
     """
@@ -136,19 +140,19 @@ def token_lines(text: bytes) -> Iterator[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    """All sources below `root`, in an order independent of the file system that mixes packages."""
-    found = []
+    """Return all sources below `root`, in an order that mixes packages and is always the same."""
+    sources = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
             name for name in folders if name not in _SKIPPED and not name.startswith("config-")
         ]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not found:
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not sources:
         raise ValueError(
-            f"no Python sources below {short(str(root))} (some distributions leave them out); give "
-            "a folder of Python files with --source")
+            f"there are no Python sources below {short(str(root))} (some distributions leave them "
+            "out). Pass a folder of Python files with --source")
     return sorted(
-        found,
+        sources,
         key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest())
 
 
@@ -166,12 +170,12 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
     if empty:
         raise ValueError(
             f"corpus size {size} from {short(str(root))} leaves {', '.join(empty)} empty ({index} "
-            "files); ask for more bytes, e.g. --size 4000000, or give a larger folder")
+            "files). Request more bytes, e.g. --size 4000000, or use a larger folder")
     return texts
 
 
 def _read(path: Path) -> bytes:
-    """A file's text as UTF-8, without trailing blanks and tabs; empty for files left out."""
+    """Read a file as UTF-8 without trailing whitespace. The result is empty for skipped files."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             return b""

@@ -1,4 +1,4 @@
-"""Tables of records in Markdown, figures to files, axes that read well."""
+"""Helpers for output: Markdown tables, figures in files, readable axes, and shared options."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from moe_plugin.planner.units import parse_rate, parse_time
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_output, write_regular
 
-# Options for the links of an emulated cluster, which several commands share. Imports no torch.
+# Options for the links of an emulated cluster, shared by several commands. No torch is imported.
 _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
-    """Options for the links of an emulated cluster, read by `links_of`."""
+    """Add the options for the links of an emulated cluster, which `links_of` reads."""
     for name, metavar, text in (
             ("rate", "RATE", "rate of an emulated node's link"),
             ("delay", "TIME", "one-way delay between emulated nodes"),
             ("message_cost", "TIME", "extra time per message of an emulated node's network card")):
-        # no default: `refuse_links` must know what was given
+        # no default, so that `refuse_links` can see whether the option was used
         p.add_argument(f"--{name.replace('_', '-')}", metavar=metavar,
                        help=f"{text} (default: {_LINKS[name]})")
 
 
 def links_of(args: argparse.Namespace) -> dict[str, float]:
-    """Keyword arguments of `EmulatedCluster`: bit/s and seconds."""
+    """Return keyword arguments of `EmulatedCluster`, in bit/s and seconds."""
     rate, delay, cost = (usual if (given := getattr(args, name)) is None else given
                          for name, usual in _LINKS.items())
     return {"rate_bit_s": parse_rate(rate), "delay_s": parse_time(delay),
@@ -37,36 +37,36 @@ def links_of(args: argparse.Namespace) -> dict[str, float]:
 
 
 def refuse_links(args: argparse.Namespace) -> None:
-    """`ValueError` where options for emulated links are given and no cluster is emulated."""
+    """Raise `ValueError` if an option for emulated links is used without an emulated cluster."""
     for name in _LINKS:
         if (given := getattr(args, name)) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {short(given)} is of an emulated link, "
-                             "and no cluster is emulated: add --emulate, e.g. --emulate 2x2, or "
-                             "leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} {short(given)} describes an emulated "
+                             "link, but no cluster is emulated. Add --emulate, e.g. --emulate 2x2, "
+                             "or leave it out")
 
 
 def add_exchange_sizes(p: argparse.ArgumentParser, sizes: str) -> None:
-    """Options that say where and how to measure an all-to-all. sizes: the default of `--sizes`."""
+    """Add the options of all-to-all measurements. sizes: the default of `--sizes`."""
     p.add_argument(
         "--emulate", metavar="NxP",
-        help="nodes x ranks per node of an emulated cluster, e.g. 8x4; several with commas")
+        help="nodes x ranks per node of an emulated cluster, e.g. 8x4; separate several by commas")
     add_links(p)
     p.add_argument("--sizes", default=sizes, metavar="LIST",
                    help="bytes per rank (default: %(default)s)")
     p.add_argument("--repeats", type=int, default=7,
-                   help="timed repeats of each cell (default: %(default)s)")
+                   help="number of timed repeats of each measurement (default: %(default)s)")
 
 
-# ticks in each decade, for an axis of less than so many
+# the ticks in each decade of an axis that spans fewer decades than the first number
 STEPS = ((0.4, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)),
          (1.1, (1, 1.5, 2, 3, 4, 6, 8)), (2.6, (1, 2, 5)), (math.inf, (1,)))
 
 
 def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
-    """A table with a row for each record.
+    """Return a Markdown table with a row for each record.
 
-    cells: by header, a format of the record's values ("{seconds:.1f}"; of an object's attributes
-        "{0.seconds:.1f}"), or a function of it.
+    cells: by header, a function of the record or a format string. A format refers to the record's
+        values ("{seconds:.1f}") or to an object's attributes ("{0.seconds:.1f}").
     """
     def show(cell: str | Callable[[Any], str], one: Any) -> str:
         if callable(cell):
@@ -77,7 +77,7 @@ def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], st
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table, padded so that it also reads well in a terminal."""
+    """Return a Markdown table, padded so that it is also readable in a terminal."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     lines = [header, ["-" * w for w in widths], *rows]
     return "\n".join("| " + " | ".join(cell.ljust(w)
@@ -86,37 +86,39 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to .png or .svg and close it. No date, no random names: equal plots are equal
-    files.
+    """Write a figure to .png or .svg and close it.
+
+    The file contains no date and no random names, so that equal plots give equal files.
 
     Raises:
-        ValueError: another suffix, or a file that cannot be written.
+        ValueError: the file has another suffix or cannot be written.
     """
-    content, kind = io.BytesIO(), check_figure(path)
+    content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:
         figure.tight_layout()
-    with pyplot().rc_context({"svg.hashsalt": "moe-plugin"}):  # the same names of its parts
-        figure.savefig(content, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    with pyplot().rc_context({"svg.hashsalt": "moe-plugin"}):  # makes the ids in the file constant
+        figure.savefig(content, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
     pyplot().close(figure)
     write_regular(path, content.getvalue())
 
 
 def check_figure(path: str | os.PathLike[str]) -> str:
-    """The kind of figure that `save_figure` writes there; its `ValueError` before anything is
-    measured.
+    """Return the format in which `save_figure` will write a file.
+
+    Called before a measurement, so that a bad file name raises `ValueError` early.
     """
-    kind = check_output(path).suffix.removeprefix(".").lower()
-    if kind not in ("png", "svg"):
+    suffix = check_output(path).suffix.removeprefix(".").lower()
+    if suffix not in ("png", "svg"):
         raise ValueError(f"--plot {short(os.fspath(path))} must end with .png or .svg")
-    return kind
+    return suffix
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot without a display; `ValueError` if it is not installed."""
+    """Return matplotlib's pyplot without a display. Raise `ValueError` if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("a plot needs matplotlib; install moe-plugin[observe]") from error
+        raise ValueError("plots need matplotlib. Install moe-plugin[observe]") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -125,7 +127,7 @@ def pyplot() -> Any:
 
 def log_ticks(axis: Any, values: Sequence[float],
               show: Callable[[float], str] = "{:,g}".format) -> None:
-    """A logarithmic x with a tick at each of these values and nowhere else. show: its text."""
+    """Make the x axis logarithmic with ticks only at these values. show: formats a value."""
     from matplotlib.ticker import NullLocator
 
     axis.set(xscale="log")
@@ -135,9 +137,10 @@ def log_ticks(axis: Any, values: Sequence[float],
 
 
 def log_scale(axis: Any) -> None:
-    """A logarithmic y with plain numbers: 1, 10, or those between where it spans few decades.
+    """Make the y axis logarithmic with plain numbers as labels.
 
-    Call it when everything is drawn: the range decides.
+    The ticks are powers of ten, or also values between them if the axis spans few decades. Call
+    this function after everything is drawn, because it reads the range of the axis.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -1,8 +1,8 @@
-"""`moe-plugin <command>`: looks the command up in `COMMANDS`, imports only its module, runs it.
+"""`moe-plugin <command>`: find the command in `COMMANDS`, import only its module, and run it.
 
-A command is the function of its name in its module, `name(args)`, which returns the exit status;
-`name_options(parser)` adds its options and its description. Commands of the laboratory are in
-`scripts`, which only a checkout has.
+A command is a function `name(args)` in its module that returns the exit status.
+`name_options(parser)` adds the options and the description of the command. Laboratory commands are
+in `scripts`, which exists only in a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from moe_plugin.utils.checkout import laboratory
 from moe_plugin.utils.messages import Parser, printable, short
 from moe_plugin.utils.quiet import FAIRSEQ, MEGATRON, hidden, own_log
 
-_LINE = 2000  # characters of an error
+_LINE = 2000  # largest number of characters of an error message
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its line in `--help`, and what carries it out.
+    """A command and its line in `--help`.
 
     Attributes:
-        module: in this package.
-        laboratory: the module in `scripts` instead.
-        study: what `bench` measures, which has `add_arguments(parser)` and `run(args)`.
-        parts: gives the commands under it.
+        help: the line in `--help`.
+        module: module of the command in this package.
+        laboratory: module of the command in `scripts`, instead of `module`.
+        study: a study of `bench`, which has the functions `add_arguments(parser)` and `run(args)`.
+        parts: function that returns the subcommands.
     """
 
     help: str
@@ -50,51 +51,53 @@ def _studies() -> dict[str, Command]:
 
 
 _SIMULATIONS = {
-    "all-to-all": Command("time of each all-to-all algorithm by ranks and size", "clusters"),
-    "routing": Command("time of each policy for overloaded experts, by a run's routing traces",
-                       "clusters"),
+    "all-to-all": Command("predict the time of each all-to-all algorithm by ranks and size",
+                          "clusters"),
+    "routing": Command("predict the time of each policy for overloaded experts from the routing "
+                       "traces of a run", "clusters"),
 }
 
 COMMANDS = {
-    "doctor": Command("check this installation: whether the layer works, what is wrong or missing",
+    "doctor": Command("check this installation: whether the layer works, and what is missing",
                       "doctor"),
-    "audit": Command("check a training step with experts over ranks, a framework's or yours: every "
-                     "gradient against a dense computation", laboratory="audit.command"),
-    "corpus": Command("write a text corpus made of the Python standard library's sources (no "
+    "audit": Command("check the gradients of a training step with experts on several ranks against "
+                     "a dense computation; the step may be a framework's or your own",
+                     laboratory="audit.command"),
+    "corpus": Command("write a text corpus from the Python standard library's sources (no "
                       "download)", "runs"),
     "report": Command("write a run's report: one HTML page with plots", "runs"),
     "watch": Command("show a running job in the terminal", "runs"),
-    "bench": Command("measure: each study with its name, `--quick` to try it out",
+    "bench": Command("run measurements; each study has a name, and `--quick` gives a short run",
                      parts=_studies),
     "calibrate": Command("fit the link model of a cluster into a YAML file", "clusters"),
-    "configs": Command("list the files of settings, models, clusters, devices that are installed, "
-                       "or print one", "runs"),
+    "configs": Command("list the installed files of settings, models, clusters and devices, or "
+                       "print one of them", "runs"),
     "simulate": Command("predict times on clusters that you do not have",
                         parts=lambda: _SIMULATIONS),
     "plan": Command("choose parallel sizes, layout, overlap and all-to-all for a model on a "
                     "cluster, and explain why", "plan"),
-    "recommend": Command("measure the ranks it runs on, plan a model for them, print the host's "
-                         "launch line with the predicted step time", "recommend"),
-    "schedule": Command("compute the fastest schedule of a collective on a network, the cut that "
-                        "proves it, and pictures", "schedule"),
-    "profile-device": Command("measure matmuls and copies of this processor into a YAML file for "
-                              "`plan`", "clusters"),
-    "inspect": Command("show what a checkpoint holds: layers, experts, layout, data types, sizes",
+    "recommend": Command("measure these ranks, plan a model for them, and print the launch line "
+                         "with the predicted step time", "recommend"),
+    "schedule": Command("compute the fastest schedule of a collective on a network, prove that it "
+                        "is optimal, and draw it", "schedule"),
+    "profile-device": Command("measure matmuls and copies of this processor, and write them to a "
+                              "YAML file for `plan`", "clusters"),
+    "inspect": Command("show the contents of a checkpoint: layers, experts, layout, dtypes, sizes",
                        "checkpoints"),
-    "reshard": Command("convert a checkpoint to another format or other numbers of ranks",
+    "reshard": Command("convert a checkpoint to another format or to other numbers of ranks",
                        "checkpoints"),
-    "upcycle": Command("turn a dense checkpoint into a Mixture of Experts that computes the same "
-                       "at first", "checkpoints"),
-    "check-hf": Command("run a Hugging Face MoE model with our layer in place of its blocks, and "
-                        "compare its logits", "checkpoints"),
+    "upcycle": Command("convert a dense checkpoint to a Mixture of Experts that initially computes "
+                       "the same", "checkpoints"),
+    "check-hf": Command("replace the MoE blocks of a Hugging Face model by our layers, and compare "
+                        "the logits", "checkpoints"),
     "emulate": Command("run any training command on an emulated cluster",
                        laboratory="emulate.command"),
-    "fault": Command("run a training command in which something goes wrong at a stated moment",
+    "fault": Command("run a training command with a fault injected at a given time",
                      laboratory="emulate.command"),
 }
 
 
-# as `--help` shows them
+# groups of the commands in `--help`
 GROUPS = {
     "runs": ("report", "watch", "doctor", "corpus"),
     "planning": ("configs", "recommend", "plan", "schedule", "simulate", "calibrate",
@@ -105,14 +108,14 @@ GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Console script.
+    """Run the console script.
 
-    Errors end with one line; `--verbose` shows where they come from.
+    An error ends the command with one line on stderr; `--verbose` shows its traceback.
 
-    Returns:
-        The exit status: 0 success, 1 the command found something wrong or failed, 2 bad arguments.
+    Returns: the exit status: 0 for success, 1 if the command failed or found a problem, and 2 for
+        bad arguments.
     """
-    own = argv is None  # a process of its own
+    own = argv is None  # whether this process runs only this command
     argv = list(sys.argv[1:] if argv is None else argv)
     name = " ".join(["moe-plugin", *_words(argv)[:1]])
     try:
@@ -123,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return args.run(args)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # of `moe-plugin ... | head`; Python would write to it again at its end
+    except BrokenPipeError:  # as with `| head`; Python would write to the pipe again when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -135,8 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _not_collected() -> Iterator[None]:
-    """Garbage is not looked for among what is imported meanwhile, neither now nor when the process
-    ends: torch's million objects take it a second.
+    """Disable garbage collection during imports, and exclude the imported objects from it later.
+
+    Collecting torch's million objects takes a second, also when the process ends.
     """
     gc.disable()
     try:
@@ -151,19 +155,22 @@ def _words(argv: Sequence[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """Our errors say what to do. Others have their type, and the way to see where they come from.
+    """Format an error as one line.
+
+    Our own errors contain the remedy. Other errors are shown with their type and a hint to
+    `--verbose`.
     """
     if isinstance(error, ValueError):
         return printable(" ".join(str(error).split()), _LINE)
     text = short(error) if isinstance(error, OSError) else f"{type(error).__name__}: {short(error)}"
-    return f"{text}; `moe-plugin --verbose ...` shows where"
+    return f"{text}; `moe-plugin --verbose ...` shows the traceback"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of the command that `argv` names; `run(options)` carries it out.
+    """Parse the options of the command in `argv`. Call `run(options)` of the result to run it.
 
     Raises:
-        SystemExit: of argparse, with status 2 for bad arguments.
+        SystemExit: argparse found bad arguments (status 2).
     """
     parser = Parser(
         prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -173,10 +180,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog="\n".join(_grouped()))
     parser.add_argument("--version", action="version", version=f"moe-plugin {__version__}")
     parser.add_argument("--verbose", action="store_true",
-                        help="log more; show the traceback of an error")
+                        help="log more, and show the traceback of an error")
     line = os.environ.get("COMP_LINE") if "_ARGCOMPLETE" in os.environ else None
     add_commands(parser, COMMANDS, _words(argv if line is None else line.split()[1:]), shown=False)
-    if line is not None:  # a shell asks what may follow: docs/index.md
+    if line is not None:  # a shell asks for completions, see docs/index.md
         import argcomplete
 
         argcomplete.autocomplete(parser)
@@ -184,7 +191,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _grouped() -> Iterator[str]:
-    """The commands by group, for `--help`."""
+    """Yield the lines of `--help` that list the commands by group."""
     yield "Each command has its own --help."
     width = max(map(len, COMMANDS)) + 4
     for title, names in GROUPS.items():
@@ -202,10 +209,17 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
                   words: Sequence[str], above: str = "", level: str = "command",
                   shown: bool = True) -> None:
-    """Add all commands by name, and the options of the one that `words` begins with.
+    """Add all commands, and the options of the command that `words` begins with.
 
-    Options need the command's module, and some modules take seconds to import. shown: `--help`
-    lists them in this order.
+    Options are added only for that command, because importing a command's module may take seconds.
+
+    Args:
+        parser: parser to extend.
+        commands: the commands by name.
+        words: words of the command line without flags.
+        above: prefix of the function names of subcommands.
+        level: word for the commands in `--help`.
+        shown: whether `--help` lists the commands in this order.
     """
     listed = all(command.study for command in commands.values())
     parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))
@@ -224,10 +238,10 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
             child.set_defaults(run=command.study.run)
         else:
             function = f"{above}{name}".replace("-", "_")
-            found = vars(laboratory(command.laboratory) if command.laboratory else
-                         importlib.import_module(f"moe_plugin.cli.{command.module}"))
-            found[f"{function}_options"](child)
-            child.set_defaults(run=found[function])
+            module = vars(laboratory(command.laboratory) if command.laboratory else
+                          importlib.import_module(f"moe_plugin.cli.{command.module}"))
+            module[f"{function}_options"](child)
+            child.set_defaults(run=module[function])
 
 
 if __name__ == "__main__":

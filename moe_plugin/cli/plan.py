@@ -1,5 +1,8 @@
-"""`moe-plugin plan`: TP, EP, ETP, DP, PP, r, d and all-to-all for a model on a cluster, and why; or
-what a model larger than its device keeps where; or the schedule of its pipeline stages.
+"""`moe-plugin plan`: plan how to train a model on a cluster, and explain the plan.
+
+The command chooses tensor, expert, data and pipeline parallel sizes, the layout of the experts and
+the all-to-all. Other options plan the memory of one device, pieces of prompts, or the schedule of
+pipeline stages.
 """
 
 from __future__ import annotations
@@ -20,95 +23,100 @@ COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"
 
 
 def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
-    """What says how a plan is shown, and written for a host.
+    """Add the options that select the host and how its plan is shown and written.
 
     Args:
+        p: parser to extend.
         data: default of `--data`.
-        top: of `--top`.
-        with_: how the help of options for writing begins.
+        top: default of `--top`.
+        with_: prefix of the help texts of options for writing.
     """
     p.add_argument("--host", choices=HOSTS, default="megatron",
-                   help="host to plan and write for (default: %(default)s); fairseq: data and "
-                        "expert parallelism alone")
+                   help="host to plan and write for (default: %(default)s); fairseq supports only "
+                        "data and expert parallelism")
     p.add_argument("--data", default=data, metavar="PATH",
-                   help=f"{with_}data of the launch line: a folder (fairseq) or a prefix "
+                   help=f"{with_}data in the launch line: a folder (fairseq) or a prefix "
                         "(Megatron)")
     p.add_argument("--script", default=None, metavar="FILE",
-                   help=f"{with_}Megatron-LM's pretrain_gpt.py, for the launch line; default: our "
-                        "own training script")
+                   help=f"{with_}path of Megatron-LM's pretrain_gpt.py for the launch line; "
+                        "default: the training script of this package")
     p.add_argument("--auto", action="store_true",
-                   help=f"{with_}let the layers move on from the planned layout while training "
-                        "runs")
+                   help=f"{with_}let the layers change the planned layout during training")
     p.add_argument("--top", type=int, default=top, metavar="N",
-                   help="plans shown (default: %(default)s)")
+                   help="number of plans to show (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def plan_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin plan`."""
-    p.description = ("Searches all plans by a cost model (roofline, alpha-beta links, event "
-                     "timelines with overlap, memory) and explains the fastest.")
+    """Add the options of `moe-plugin plan`."""
+    p.description = ("Searches all plans with a cost model (roofline, alpha-beta links, event "
+                     "timelines with overlap, memory) and explains the fastest plan.")
     p.add_argument("--model", type=Path, default=None, metavar="FILE",
                    help="model file (see configs/plans/)")
     p.add_argument("--cluster", type=Path, default=None, metavar="FILE",
-                   help="cluster file (`moe-plugin calibrate` makes one; see configs/clusters/)")
+                   help="cluster file (written by `moe-plugin calibrate`, or see "
+                        "configs/clusters/)")
     p.add_argument("--device", type=Path, default=None, metavar="FILE",
-                   help="device file (`moe-plugin profile-device` makes one; see configs/devices/)")
+                   help="device file (written by `moe-plugin profile-device`, or see "
+                        "configs/devices/)")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
-                   help="number of nodes (default: the cluster file's)")
+                   help="number of nodes (default: as in the cluster file)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
-                   help="ranks per node (default: the cluster file's)")
+                   help="ranks per node (default: as in the cluster file)")
     host_options(p, None, 8, "with --write: ")
     p.add_argument(
         "--plot", type=Path, default=None, metavar="FILE",
-        help="write the plans' times by part, and an MoE layer's timeline, as PNG or SVG")
+        help="draw the plans' times by part, and an MoE layer's timeline, as PNG or SVG")
     p.add_argument("--write", type=Path, default=None, metavar="DIR",
                    help="write the best plan's launch line and YAML for the host")
     p.add_argument(
         "--scale", default=None, metavar="LIST",
-        help="instead: one MoE layer on these numbers of nodes (e.g. 1,2,4), against a static layer"
+        help="instead: compare one MoE layer on these numbers of nodes (e.g. 1,2,4) with a static "
+             "layer"
     )
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
-                   help="with --scale: experts grow with the ranks (default: %(default)s)")
-    group = p.add_argument_group("memory of one device, in place of parallel sizes")
+                   help="with --scale: experts per rank, so that experts grow with the ranks "
+                        "(default: %(default)s)")
+    group = p.add_argument_group("memory of one device, instead of parallel sizes")
     group.add_argument("--memory", default=None, metavar="SIZE",
-                       help="the device's memory, e.g. 8GiB. With --profile: choose which blocks "
+                       help="memory of the device, e.g. 8GiB. With --profile: choose which blocks "
                             "keep, recompute or swap their activations, and explain why. With "
-                            "--model and --device: where experts lie while text is generated")
+                            "--model and --device: choose where experts are stored while text is "
+                            "generated")
     group.add_argument("--profile", type=Path, default=None, metavar="FILE",
                        help="with --memory: measured times and sizes of the model's blocks "
                             "(see docs/activations.md)")
     group.add_argument("--weights-on", choices=("device", "host"), default="device",
-                       help="host: segments of weights stream through the device instead "
+                       help="host: stream segments of weights through the device instead "
                             "(default: %(default)s)")
     group.add_argument("--accumulate", type=int, default=None, metavar="N",
-                       help="with --weights-on host: micro-batches of a step (default: the fewest "
-                            "that hide all copies)")
+                       help="with --weights-on host: micro-batches per step (default: the smallest "
+                            "number that hides all copies)")
     group.add_argument("--link", default=None, metavar="SIZE",
-                       help="with --memory and --model: bytes a second from where experts lie, the "
-                            "host's memory or a disk, to the device (default: 25GB, PCIe 4)")
+                       help="with --memory and --model: bytes per second between the device and "
+                            "the memory or disk with the experts (default: 25GB, PCIe 4)")
     group.add_argument("--tokens", type=int, default=None, metavar="N",
-                       help="with --memory and --model: sequences that get a token in a pass "
+                       help="with --memory and --model: sequences that get a token in each pass "
                             "(default: 1)")
     group.add_argument("--trace", type=Path, default=None, metavar="FILE",
                        help="with --memory: write the timeline for Perfetto or chrome://tracing")
-    group = p.add_argument_group("pieces of prompts, in place of parallel sizes")
+    group = p.add_argument_group("pieces of prompts, instead of parallel sizes")
     group.add_argument("--prefill", default=None, metavar="LIST",
-                       help="prompt tokens on each rank (e.g. 256,4096): pieces and kernel of an "
-                            "MoE layer's forward pass for each (EPS-MoE), with --model, --cluster "
-                            "and --kernels")
+                       help="prompt tokens on each rank (e.g. 256,4096): choose pieces and kernel "
+                            "of an MoE layer's forward pass for each number (EPS-MoE); needs "
+                            "--model, --cluster and --kernels")
     group.add_argument("--kernels", type=Path, default=None, metavar="FILE",
-                       help="with --prefill: what `moe-plugin profile-device --kernels` measured "
+                       help="with --prefill: file written by `moe-plugin profile-device --kernels` "
                             "for the model's widths")
-    group = p.add_argument_group("pipeline schedules, in place of parallel sizes")
+    group = p.add_argument_group("pipeline schedules, instead of parallel sizes")
     group.add_argument("--pipeline", type=Path, default=None, metavar="FILE",
                        help="times and sizes of a model's pipeline stages (see docs/pipeline.md): "
-                            "compare schedules, choose one; with --trace: its timeline for "
-                            "Perfetto or chrome://tracing")
+                            "compare schedules and choose one; with --trace: write its timeline "
+                            "for Perfetto or chrome://tracing")
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Search, show, write."""
+    """Search for plans, and print and write the result."""
     if args.plot:
         from moe_plugin.cli.figures import check_figure
 
@@ -116,7 +124,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.trace:
         check_output(args.trace)
     if args.memory is None and (given := given_options(args, ("link", "tokens"))):
-        raise ValueError(f"--{given[0]} goes with --memory, --model and --device; leave it out")
+        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Leave it out")
     if args.pipeline is not None:
         _plan_pipeline(args)
     elif args.prefill is not None or args.kernels is not None:
@@ -129,15 +137,15 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:
-    """`ValueError` where one of these options is given and below 1."""
+    """Raise `ValueError` if one of these options is used with a value below 1."""
     for name in given_options(args, names):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {short(getattr(args, name))} must be >= "
-                             "1; leave it out for the default")
+                             "1. Leave it out for the default")
 
 
 def _plan_sizes(args: argparse.Namespace) -> None:
-    """TP, EP, ETP, DP, PP, layout and all-to-all."""
+    """Plan the parallel sizes, the layout of the experts and the all-to-all."""
     from moe_plugin.cli.planning.explain import breakdown, explain, predicted
     from moe_plugin.planner.cluster import load_cluster, load_device
     from moe_plugin.planner.model import load_model
@@ -145,53 +153,58 @@ def _plan_sizes(args: argparse.Namespace) -> None:
 
     for name in ("model", "cluster", "device"):
         if getattr(args, name) is None:
-            raise ValueError(f"--{name} FILE is missing; a plan of parallel sizes needs --model, "
-                             "--cluster and --device, one of a device's memory --memory and "
-                             "--profile")
+            raise ValueError(f"--{name} FILE is missing. A plan of parallel sizes needs --model, "
+                             "--cluster and --device. A plan of a device's memory needs --memory "
+                             "and --profile")
     for name in ("data", "script", "auto"):
         if getattr(args, name) and not args.write:
-            raise ValueError(f"--{name} says what --write DIR writes: give that, too, or leave "
-                             f"--{name} out")
+            raise ValueError(f"--{name} only affects the files of --write DIR. Add --write DIR, or "
+                             f"leave --{name} out")
     check_counts(args, "top", "nodes", "ranks_per_node")
     if not 0 < args.experts_per_rank <= 1e6:
-        raise ValueError(f"--experts-per-rank {args.experts_per_rank} must be a number > 0; use 1")
+        raise ValueError(f"--experts-per-rank {args.experts_per_rank} must be a number > 0, e.g. 1")
     model, device = load_model(args.model).in_host(args.host), load_device(args.device)
     cluster = load_cluster(args.cluster)
     cluster = cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node)
     if args.scale:
         return _scale(args, model, cluster, device)
     space = Space(data_parallel_only=args.host == "fairseq")
-    found = search(model, cluster, device, space, keep=args.top)
-    best = found.plans[0]
+    result = search(model, cluster, device, space, keep=args.top)
+    best = result.plans[0]
     if args.json:
         print(json.dumps({
-            "plans": [breakdown(c) for c in found.plans], "tried": found.tried,
-            "skipped": found.skipped, "too_big": found.too_big,
+            "plans": [breakdown(c) for c in result.plans], "tried": result.tried,
+            "skipped": result.skipped, "too_big": result.too_big,
             "fit_errors": {"device": device.fit_error, "cluster": cluster.fit_error}
         }, indent=1))
     else:
-        print(explain(model, cluster, device, found, space))
-        print(f"\n{predicted(best, cluster, device)}, without the optimizer and what hosts do "
-              "besides layers. `moe-plugin recommend` measures these ranks.")
+        print(explain(model, cluster, device, result, space))
+        print(f"\n{predicted(best, cluster, device)}, without the optimizer and the host's work "
+              "outside of the layers. `moe-plugin recommend` measures these ranks.")
     if args.plot:
-        _plot_plans(args.plot, found.plans)
+        _plot_plans(args.plot, result.plans)
     if args.write:
         start = LaunchCommand(data=args.data or LaunchCommand.data)
         make_folder(args.write)
         text = write_plan(args, args.write, model, best, cluster, device, start)
         if not args.json:
-            print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, which trains it:\n"
+            print(f"wrote {args.write / CONFIG}\nwrote {args.write / LINE}, the launch script:\n"
                   f"{text}")
 
 
 def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cluster: Any,
                device: Any, start: LaunchCommand, activations: Sequence[str] = ()) -> str:
-    """Write a plan's YAML and launch script; returns the launch line.
+    """Write the YAML file and launch script of a plan, and return the launch line.
 
     Args:
-        args: with the options of `host_options`.
+        args: arguments with the options of `host_options`.
+        folder: folder to write to.
+        model: the model.
         best: a `PlanCost`.
-        start: what is not of the plan.
+        cluster: the cluster.
+        device: the device.
+        start: values of the launch line that do not depend on the plan.
+        activations: what each layer does with its activations, see `PlanCost`.
     """
     from moe_plugin.cli.planning.explain import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml
@@ -224,7 +237,7 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
-    """Stacked bars of the plans' times, and the best plan's MoE layer as a timeline."""
+    """Draw the plans' times as stacked bars, and the best plan's MoE layer as a timeline."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
@@ -254,7 +267,7 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:
-    """Pieces and kernel by prompt length."""
+    """Choose pieces and kernel for each prompt length."""
     from moe_plugin.cli.planning.prefill import as_dict, explain, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model
@@ -262,28 +275,26 @@ def _plan_prefill(args: argparse.Namespace) -> None:
     from moe_plugin.planner.units import parse_counts
 
     if None in (args.prefill, args.kernels, args.model, args.cluster):
-        raise ValueError("--prefill LIST, --kernels FILE, --model FILE and --cluster FILE go "
-                         "together")
+        raise ValueError("--prefill LIST, --kernels FILE, --model FILE and --cluster FILE must be "
+                         "used together")
     if given := given_options(args, ("device", "scale", "write", "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0]} is of another use of plan than --prefill; leave one of "
-                         "them out")
+        raise ValueError(f"--{given[0]} cannot be combined with --prefill. Leave one of them out")
     check_counts(args, "nodes", "ranks_per_node")
     cluster = load_cluster(args.cluster)
-    found = prefill_table(load_model(args.model).in_host(args.host),
+    table = prefill_table(load_model(args.model).in_host(args.host),
                           cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
                           load_kernels(args.kernels),
                           parse_counts("--prefill", args.prefill, "256,4096"))
-    print(json.dumps(as_dict(found), indent=1) if args.json else explain(found))
+    print(json.dumps(as_dict(table), indent=1) if args.json else explain(table))
 
 
 def _plan_pipeline(args: argparse.Namespace) -> None:
-    """What each pipeline schedule takes, and the timeline of the best."""
+    """Compare pipeline schedules, and show the timeline of the best schedule."""
     from moe_plugin.cli.planning.pipeline import as_dict, explain, trace
     from moe_plugin.planner.pipeline.choice import choose, load_profile
 
     if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0]} is of another use of plan than --pipeline; leave one of "
-                         "them out")
+        raise ValueError(f"--{given[0]} cannot be combined with --pipeline. Leave one of them out")
     profile = load_profile(args.pipeline)
     print(json.dumps(as_dict(profile), indent=1) if args.json else explain(profile))
     if args.trace:

@@ -1,5 +1,6 @@
-"""`moe-plugin recommend`: measures the ranks it runs on, plans a model for them, and prints the
-host's launch line with the predicted step time.
+"""`moe-plugin recommend`: measure the ranks it runs on, and plan a model for them.
+
+The command prints the host's launch line with the predicted step time.
 """
 
 from __future__ import annotations
@@ -29,59 +30,61 @@ if TYPE_CHECKING:
 NETWORK, PROCESSOR = "network.json", "processor.json"
 FILES = (NETWORK, PROCESSOR, CONFIG, LINE)
 LEFT_OUT = (
-    ", without the optimizer, what hosts do besides layers, data loading, logging, evaluation and "
-    "checkpoints; not searched: pipeline schedules (--pipeline-schedule auto measures them) and "
-    "swapped activations")
-KEPT = 64  # plans of which some may fit with layers recomputed
+    ", without the optimizer, the host's work outside of the layers, data loading, logging, "
+    "evaluation and checkpoints; not searched: pipeline schedules (--pipeline-schedule auto "
+    "measures them) and swapped activations")
+KEPT = 64  # number of plans to check for a fit with recomputed layers
 
 
 def recommend_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin recommend`."""
+    """Add the options of `moe-plugin recommend`."""
     p.description = (
-        "Measures network and processors of the ranks it runs on (start it with torchrun, as the "
-        "training), plans the model for them, and prints the launch line of the host with the "
-        "predicted step time and how far the fits are off. What was measured is kept in --out.")
+        "Measures the network and the processors of the ranks it runs on (start it with torchrun, "
+        "like the training), plans the model for them, and prints the launch line of the host "
+        "with the predicted step time and the errors of the fits. The measurements are stored in "
+        "--out.")
     p.add_argument("--model", type=Path, required=True, metavar="FILE",
                    help="model file (see configs/plans/)")
     host_options(p, "DATA", 4)
     p.add_argument("--out", type=Path, default=Path("runs/recommend"), metavar="DIR",
-                   help="folder of what was measured, moe.yaml and launch.sh "
+                   help="folder for the measurements, moe.yaml and launch.sh "
                         "(default: %(default)s)")
     p.add_argument("--fresh", action="store_true",
-                   help="measure again, although the folder has measurements that fit")
+                   help="measure again, even if the folder has measurements that fit")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
-                   help="plan for so many nodes (default: those that run)")
+                   help="plan for this number of nodes (default: the running nodes)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
-                   help="plan for so many ranks per node (default: those that run)")
+                   help="plan for this number of ranks per node (default: the running ranks)")
     p.add_argument("--memory", default=None, metavar="SIZE",
-                   help="memory of a rank, e.g. 8GiB (default: a GPU's, or a node's share)")
+                   help="memory of a rank, e.g. 8GiB (default: a GPU's memory, or a rank's share "
+                        "of the node's)")
     p.add_argument("--nics", type=int, default=1,
                    help="network cards per node (default: %(default)s)")
     p.add_argument("--device", choices=("cpu", "cuda"), default=None,
-                   help="default: cuda where there is one")
+                   help="default: cuda if a GPU is available, otherwise cpu")
     p.add_argument("--repeats", type=int, default=9,
-                   help="timed repeats of each measurement (default: %(default)s)")
+                   help="number of timed repeats of each measurement (default: %(default)s)")
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Measure, plan, write, print. Only rank 0 prints and writes."""
+    """Measure, plan, write and print. Only rank 0 writes and prints."""
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
 
     check_counts(args, "nodes", "ranks_per_node", "nics", "repeats", "top")
     if args.script is not None and args.host == "fairseq":
-        raise ValueError(f"--script {short(args.script)} is Megatron's; use --host megatron, or "
-                         "leave it out")
+        raise ValueError(f"--script {short(args.script)} is for Megatron only. Use --host "
+                         "megatron, or leave --script out")
     cuda = _cuda(args)
     model = load_model(args.model).in_host(args.host)
     if os.environ.get("RANK", "0") == "0":
         output_folder(args.out, FILES)
-    # what layers log while they are measured is of no use here
+    # the layers' log lines during the measurements are of no use to the user
     with nullcontext() if args.verbose else quiet(), own_ranks(cuda) as comm:
         try:
             return _recommend(args, model, comm, cuda)
         except ValueError:
-            if comm.rank:  # rank 0 says it
+            if comm.rank:  # rank 0 reports the error
                 return 2
             raise
 
@@ -89,10 +92,10 @@ def recommend(args: argparse.Namespace) -> int:
 def _cuda(args: argparse.Namespace) -> bool:
     import torch
 
-    there = torch.cuda.is_available()
-    if args.device == "cuda" and not there:
-        raise ValueError("--device cuda: torch sees no GPU; use --device cpu")
-    return there if args.device is None else args.device == "cuda"
+    available = torch.cuda.is_available()
+    if args.device == "cuda" and not available:
+        raise ValueError("--device cuda needs a GPU, but torch finds none. Use --device cpu")
+    return available if args.device is None else args.device == "cuda"
 
 
 def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bool) -> int:
@@ -104,17 +107,17 @@ def _recommend(args: argparse.Namespace, model: ModelShape, comm: Comm, cuda: bo
 
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     grid = grid_of(comm)
-    own = rank_memory(device, grid[1]) if args.memory is None else float(parse_size(args.memory))
-    memory = -comm.agree_max([-own])[0]
-    wanted = args.nodes or grid[0], args.ranks_per_node or grid[1]
-    _check_links(grid, wanted)
-    # what cannot be planned is said before measuring
-    _search(args, model, Cluster().resized(*wanted), Device(memory_bytes=memory))
+    usable = rank_memory(device, grid[1]) if args.memory is None else float(parse_size(args.memory))
+    memory = -comm.agree_max([-usable])[0]
+    target = args.nodes or grid[0], args.ranks_per_node or grid[1]
+    _check_links(grid, target)
+    # searched once before measuring, so that a model that cannot be planned fails early
+    _search(args, model, Cluster().resized(*target), Device(memory_bytes=memory))
     network, processor = _measured(args, model, comm, device, grid, memory)
     if processor is not None and comm.rank == 0:
         processor = dataclasses.replace(processor, device=dataclasses.replace(
             processor.device, memory_bytes=memory))
-        cluster = (network.cluster if network else Cluster()).resized(*wanted)
+        cluster = (network.cluster if network else Cluster()).resized(*target)
         _write(args, model, _search(args, model, cluster, processor.device), cluster,
                processor.device)
     return 0
@@ -124,13 +127,14 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
     for name, unit, have, want in zip(("nodes", "ranks-per-node"), ("nodes", "ranks of a node"),
                                       grid, wanted, strict=True):
         if want > 1 and have == 1:
-            raise ValueError(f"--{name} {want}: no exchange between two {unit} can be measured "
-                             f"on {grid[0]}x{grid[1]} ranks; start it on two {unit} or more")
+            raise ValueError(f"--{name} {want} needs measurements of the exchange between two "
+                             f"{unit}, which are impossible with {grid[0]}x{grid[1]} ranks. Start "
+                             f"the command on two {unit} or more")
 
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Plans that fit the memory, some of them with layers recomputed."""
+    """Return plans that fit the memory. Some of them recompute layers."""
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
@@ -152,8 +156,10 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """From rank 0's folder where it has what fits, else measured and put there. Other ranks get
-    nothing of what was kept; one rank has no network.
+    """Return measurements from rank 0's folder if they fit, otherwise measure and write them.
+
+    Cached measurements are not shared with the other ranks. With a single rank there is no network
+    to measure.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,
@@ -182,7 +188,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """(Whether rank 0's folder has what was measured on ranks like these, that on rank 0)."""
+    """Return whether rank 0's folder has fitting measurements, and on rank 0 the measurements."""
     from moe_plugin.planner.model import load
 
     record, path = None, args.out / name
@@ -206,7 +212,7 @@ def _say(args: argparse.Namespace, line: str) -> None:
 
 def _write(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost], cluster: Cluster,
            device: Device) -> None:
-    """Write the fastest plan, and print the plans with the step that is predicted."""
+    """Write the fastest plan, and print the plans with their predicted step times."""
     import torch
 
     from moe_plugin.cli.planning.explain import breakdown, plan_lines, predicted

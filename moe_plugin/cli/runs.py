@@ -1,4 +1,4 @@
-"""Commands around a run: its data (`corpus`), its report, and its present state (`watch`)."""
+"""Commands around runs: `configs`, `corpus` (data), `report`, and `watch` (the current state)."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from moe_plugin.utils.yaml_file import bundled
 if TYPE_CHECKING:
     from moe_plugin.observe.history import RunRecord
 
-# `moe-plugin configs`: the YAML files that are installed with the package.
+# `moe-plugin configs`: the YAML files that are installed with the package
 TOP = "configs"
 _SENTENCE = re.compile(r"(.*?)(?<! al)\.(?: |$)")
 
 
 def configs_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin configs`."""
-    p.description = ("Lists the files of settings, models, clusters, devices and networks that are "
-                     "installed, or prints one. Every option that takes a file finds it by its "
-                     "name, from any folder, unless a file of that name is there: "
+    """Add the options of `moe-plugin configs`."""
+    p.description = ("Lists the installed files of settings, models, clusters, devices and "
+                     "networks, or prints one of them. Every option that expects such a file also "
+                     "accepts these names, from any folder, unless a file of that name exists: "
                      "`--moe-config configs/moe/switch.yaml`.")
     p.add_argument("name", metavar="NAME", nargs="?",
-                   help="a file's name, or a folder's, as they are listed; a file is printed")
+                   help="name of a file or folder as listed; a file is printed")
     p.add_argument("--json", action="store_true",
-                   help="print one JSON object: what each file is, or the file's text, by name")
+                   help="print one JSON object with each file's description, or the file's text")
 
 
 def configs(args: argparse.Namespace) -> int:
-    """List, or print."""
-    wanted = str(Path(TOP, (args.name or "").removeprefix(f"{TOP}/").removeprefix(TOP)))
-    found = {name: path for name, path in _files().items()
-             if name == wanted or name.startswith(f"{wanted}/")}
-    if not found:
-        raise ValueError(f"there is no file {short(args.name)}; {did_you_mean(_near(wanted))}"
-                         "`moe-plugin configs` lists all of them")
-    texts = {name: path.read_text(encoding="utf-8") for name, path in found.items()}
-    if wanted in texts:
-        print(json.dumps(texts, indent=1) if args.json else texts[wanted].rstrip("\n"))
+    """List the installed files, or print one of them."""
+    requested = str(Path(TOP, (args.name or "").removeprefix(f"{TOP}/").removeprefix(TOP)))
+    matches = {name: path for name, path in _files().items()
+               if name == requested or name.startswith(f"{requested}/")}
+    if not matches:
+        raise ValueError(f"there is no file {short(args.name)}; {did_you_mean(_near(requested))}"
+                         "`moe-plugin configs` lists all files")
+    texts = {name: path.read_text(encoding="utf-8") for name, path in matches.items()}
+    if requested in texts:
+        print(json.dumps(texts, indent=1) if args.json else texts[requested].rstrip("\n"))
         return 0
     about = {name: summary(text) for name, text in texts.items()}
     print(json.dumps(about, indent=1) if args.json else aligned(list(about.items())))
@@ -57,13 +57,13 @@ def _files() -> dict[str, Path]:
 
 
 def _near(name: str) -> list[str]:
-    known = list(_files())
-    ends = [path for path in known if Path(path).stem == Path(name).stem]
-    return ends or alike(name, known)
+    names = list(_files())
+    ends = [path for path in names if Path(path).stem == Path(name).stem]
+    return ends or alike(name, names)
 
 
 def summary(text: str) -> str:
-    """The first sentence of a file's comment, up to a command; of JSON its name."""
+    """Return the first sentence of a file's comment, without a command. For JSON: its name."""
     if text.startswith("{"):
         return str(json.loads(text).get("name", ""))
     lines = []
@@ -78,16 +78,16 @@ def summary(text: str) -> str:
 
 
 def corpus_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin corpus`."""
+    """Add the options of `moe-plugin corpus`."""
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to")
     p.add_argument("--size", type=int, default=4_000_000, metavar="BYTES",
-                        help="bytes of all splits together (default: %(default)s)")
+                        help="total number of bytes of all splits (default: %(default)s)")
     p.add_argument("--source", type=Path, default=None, metavar="DIR",
                         help="folder of Python files (default: the standard library)")
 
 
 def corpus(args: argparse.Namespace) -> int:
-    """Write a text corpus; say what it holds."""
+    """Write a text corpus and print what it contains."""
     from moe_plugin.cli.corpus import SPLITS, build_corpus
 
     info = build_corpus(args.out, size=args.size, source=args.source)
@@ -99,22 +99,23 @@ def corpus(args: argparse.Namespace) -> int:
 
 
 def report_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin report`."""
-    p.description = ("Reads what a run of either host wrote (layer statistics, training log; found "
-                     "by content; of a run without this plugin, too) and writes one HTML page that "
-                     "needs no network. Several folders are compared: the same curves in one plot, "
-                     "and the settings that differ. A folder of runs gets their history: a table, "
-                     "the best last, and the best compared.")
+    """Add the options of `moe-plugin report`."""
+    p.description = ("Reads the files of a run of either host (layer statistics and training log) "
+                     "and writes one HTML page that needs no network access. The files are "
+                     "recognized by their content, and runs without this plugin work too. Several "
+                     "folders are compared: their curves are drawn in the same plots, and the "
+                     "settings that differ are listed. For a folder of runs the page shows their "
+                     "history: a table with the best run last, and a comparison of the best runs.")
     p.add_argument("run_dir", type=Path, metavar="RUN_DIR", nargs="+",
-                   help="the folder of a run, or of many; several: runs to compare")
+                   help="folder of a run or of many runs; several folders are compared")
     p.add_argument("--output", type=Path, default=None, metavar="FILE",
-                   help="file to write (default: report.html in RUN_DIR; comparison.html in the "
-                   "first of several)")
+                   help="file to write (default: report.html in RUN_DIR, or comparison.html in the "
+                   "first of several folders)")
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page; print where it is and what in the files could not be read."""
-    # records of a long log are many and have no cycles: looking for some takes a third of the time
+    """Write the page. Print its path, and notes about everything that could not be read."""
+    # a long log has many records and no reference cycles: collection would take a third of the time
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -144,20 +145,20 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def watch_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin watch`."""
-    p.description = ("Loss, throughput and the balance of every layer, updated as the run's files "
-                     "grow. Ends when the run has finished, or with Ctrl-C; the job is not "
-                     "affected.")
-    p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    p.add_argument("--once", action="store_true", help="show the present state and exit")
+    """Add the options of `moe-plugin watch`."""
+    p.description = ("Shows loss, throughput and the balance of every layer, and updates them as "
+                     "the run's files grow. Ends when the run has finished, or with Ctrl-C; the "
+                     "job is not affected.")
+    p.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
+    p.add_argument("--once", action="store_true", help="show the current state and exit")
     p.add_argument("--json", action="store_true",
-                   help="print the present state as one JSON object and exit")
+                   help="print the current state as one JSON object and exit")
     p.add_argument("--interval", type=float, default=2.0, metavar="S",
-                   help="seconds between two looks at the files (default: %(default)s)")
+                   help="seconds between two updates (default: %(default)s)")
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Show the run."""
+    """Show the current state of a run, or follow the run."""
     if args.json:
         from moe_plugin.observe.history import read_run
 
@@ -166,10 +167,10 @@ def watch(args: argparse.Namespace) -> int:
     try:
         from moe_plugin.observe.watch import Watch
     except ModuleNotFoundError as error:
-        raise ValueError("it needs rich, which is not installed; pip install "
+        raise ValueError("watch needs rich, which is not installed. Run: pip install "
                          "'moe-plugin[observe]'") from error
     if not args.run_dir.is_dir():
-        raise ValueError(f"{args.run_dir} is not a directory; give the folder of a run")
+        raise ValueError(f"{args.run_dir} is not a directory. Pass the folder of a run")
     watch = Watch(args.run_dir, args.interval)
     if args.once:
         watch.once()
@@ -179,7 +180,7 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _state(run: RunRecord) -> dict[str, Any]:
-    """A run as it is now, ready for JSON: the last records, and what the rules find."""
+    """Return the current state of a run for JSON: the last records, and the findings."""
     from moe_plugin.observe.findings import findings
 
     return {
@@ -188,4 +189,4 @@ def _state(run: RunRecord) -> dict[str, Any]:
         "training": asdict(run.steps[-1]) if run.steps else None,
         "layers": {name: asdict(record) | {"load": list(record.load)}
                    for name, record in run.last_records.items()},
-        "findings": [asdict(found) for found in findings(run)], "notes": run.notes}
+        "findings": [asdict(finding) for finding in findings(run)], "notes": run.notes}

@@ -1,4 +1,7 @@
-"""`moe-plugin schedule`: the fastest schedule of a collective on a network, and the proof."""
+"""`moe-plugin schedule`, and the part of `moe-plugin plan` for the memory of one device.
+
+`schedule` computes the fastest schedule of a collective on a network, with a proof.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +16,40 @@ from typing import Any
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_output, write_regular
 
-# `moe-plugin plan --memory`: what lies where, for a model that is larger than its device.
+# `moe-plugin plan --memory`: where tensors are stored, for a model larger than its device
 STREAMS = {"forward": "tab:blue", "backward": "tab:purple", "recompute": "tab:orange"}
-OF_SIZES = ("model", "device", "cluster", "scale", "write")  # what other uses do not take
+OF_SIZES = ("model", "device", "cluster", "scale", "write")  # options only for parallel sizes
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Those of these options that are given."""
+    """Return the names of those options that were used."""
     return [name for name in names if getattr(args, name) is not None]
 
 
 def plan_memory(args: argparse.Namespace) -> None:
-    """What lies where, for a model that is larger than its device."""
+    """Plan where tensors are stored, for a model that is larger than its device."""
     from moe_plugin.planner.offload.schedule import load_profile
     from moe_plugin.planner.units import parse_size
 
     experts = args.profile is None and None not in (args.memory, args.model, args.device)
     if not experts and (args.profile is None or args.memory is None):
-        raise ValueError("--memory and --profile go together: a size and the file of a profile; "
-                         "for where experts lie --memory, --model and --device")
+        raise ValueError("--memory SIZE and --profile FILE must be used together. To plan where "
+                         "experts are stored, use --memory, --model and --device")
     if given := given_options(args, OF_SIZES[2 * experts:]):
-        raise ValueError(f"--{given[0]} plans parallel sizes, --memory a single device; leave one "
-                         "of them out")
+        raise ValueError(f"--{given[0]} plans parallel sizes, but --memory plans a single device. "
+                         "Leave one of them out")
     if experts and args.weights_on == "host":
-        raise ValueError("--weights-on host needs --profile FILE in the place of --model")
+        raise ValueError("--weights-on host needs --profile FILE instead of --model")
     if not experts and (given := given_options(args, ("link", "tokens"))):
-        raise ValueError(f"--{given[0]} goes with --memory, --model and --device; leave it out")
+        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Leave it out")
     if args.accumulate is not None and args.weights_on == "device":
         raise ValueError(f"--accumulate {short(args.accumulate)} needs --weights-on host")
     limit = parse_size(args.memory)
     if experts:
         outcome = _experts(args, limit)
     else:
-        made = _activations if args.weights_on == "device" else _weights
-        outcome = made(args, load_profile(args.profile), limit)
+        make_plan = _activations if args.weights_on == "device" else _weights
+        outcome = make_plan(args, load_profile(args.profile), limit)
     if args.trace:
         write_regular(args.trace, json.dumps(outcome.trace()))
     if args.plot:
@@ -54,7 +57,7 @@ def plan_memory(args: argparse.Namespace) -> None:
 
 
 def _experts(args: argparse.Namespace, limit: int) -> Any:
-    """Where experts lie while text is generated."""
+    """Choose where experts are stored while text is generated."""
     from moe_plugin.planner.cluster import load_device
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.offload import pregate
@@ -76,27 +79,27 @@ def _activations(args: argparse.Namespace, profile: Any, limit: int) -> Any:
     from moe_plugin.planner.offload.activation_problem import blocks_of
 
     base = profile.base_bytes + sum(b.parameter_bytes + b.gradient_bytes for b in profile.blocks)
-    made = plan(blocks_of(profile), limit, base, profile.duplex)
-    print(json.dumps(as_dict(made), indent=1) if args.json else explain(made, profile.name))
-    return made.outcome
+    result = plan(blocks_of(profile), limit, base, profile.duplex)
+    print(json.dumps(as_dict(result), indent=1) if args.json else explain(result, profile.name))
+    return result.outcome
 
 
 def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
     from moe_plugin.cli.planning.offload import explain_stream, stream_as_dict
     from moe_plugin.planner.offload.weight_streaming import fewest_batches, layers_of, plan
 
-    layers, base, made = layers_of(profile), profile.base_bytes, None
+    layers, base, result = layers_of(profile), profile.base_bytes, None
     if args.accumulate is None:
-        made = fewest_batches(layers, limit, base)
-    if made is None:
-        made = plan(layers, 1 if args.accumulate is None else args.accumulate, limit, base)
-    print(json.dumps(stream_as_dict(made), indent=1) if args.json
-          else explain_stream(made, profile.name))
-    return made.outcome
+        result = fewest_batches(layers, limit, base)
+    if result is None:
+        result = plan(layers, 1 if args.accumulate is None else args.accumulate, limit, base)
+    print(json.dumps(stream_as_dict(result), indent=1) if args.json
+          else explain_stream(result, profile.name))
+    return result.outcome
 
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
-    """The streams as lanes over the bytes on the device."""
+    """Draw the streams as lanes above the bytes on the device."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
@@ -117,49 +120,50 @@ def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
     save_figure(figure, path)
 
 
-PRINTED = Path("-")  # `--json` without a file
+PRINTED = Path("-")  # value of `--json` without a file
 
 
 def schedule_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin schedule`."""
+    """Add the options of `moe-plugin schedule`."""
     from moe_plugin.planner.forest.presets import PRESETS
     from moe_plugin.planner.forest.schedule import COLLECTIVES
 
-    p.description = ("Computes trees over which a collective has the highest throughput that any "
-                     "schedule can have (ForestColl), shows the cut of the network that proves it, "
-                     "and compares with rings, binary trees and recursive doubling.")
+    p.description = ("Computes trees over which a collective has the highest throughput of all "
+                     "possible schedules (ForestColl). Shows the cut of the network that proves "
+                     "this, and compares with rings, binary trees and recursive doubling.")
     p.add_argument("--topology", required=True, metavar="FILE|PRESET",
-                   help="network file (see configs/networks/), cluster file (`moe-plugin "
-                        "calibrate` makes one), output of `nvidia-smi topo -m`, or a preset: "
+                   help="network file (see configs/networks/), cluster file (written by "
+                        "`moe-plugin calibrate`), output of `nvidia-smi topo -m`, or a preset: "
                         + ", ".join(preset.example for preset in PRESETS.values())
-                        + "; @25 behind a graph's name: links of 25 GB/s")
+                        + "; @25 after a graph's name: links of 25 GB/s")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
-                   help="number of machines, of a cluster file or of nvidia-smi's output "
-                        "(default: the cluster file's; 1)")
+                   help="number of machines, for a cluster file or nvidia-smi's output "
+                        "(default: as in the cluster file; otherwise 1)")
     p.add_argument("--collective", choices=COLLECTIVES, default="all_gather",
                    help="default: %(default)s")
     p.add_argument("--trees", type=int, default=None, metavar="K",
-                   help="trees per rank (default: as many as the optimum needs)")
+                   help="trees per rank (default: as many as the optimum requires)")
     p.add_argument("--overlap", action="store_true",
-                   help="of all_reduce: both halves at the same time, on shared wires, with the "
-                        "roots where the network wants them")
+                   help="for all_reduce: run both halves at the same time on shared wires, with "
+                        "the roots that suit the network best")
     p.add_argument("--size", default="1GiB",
                    help="bytes of the whole result (default: %(default)s)")
     p.add_argument("--chunks", type=int, default=64, metavar="N",
-                   help="chunks of each tree's data in the simulation, fewer where it would take "
+                   help="chunks of each tree's data in the simulation; fewer if it would take too "
                         "long (default: %(default)s)")
     p.add_argument("--json", type=Path, nargs="?", const=PRINTED, default=None, metavar="FILE",
-                   help="the schedule, with exact fractions, into FILE, or printed instead of text")
+                   help="write the schedule with exact fractions into FILE, or print it instead of "
+                        "text")
     p.add_argument("--msccl", type=Path, default=None, metavar="FILE",
                    help="write the schedule for the MSCCL runtime (NCCL's fork, RCCL), as XML")
     p.add_argument("--svg", type=Path, default=None, metavar="FILE",
                    help="draw the network, its cut and the trees")
     p.add_argument("--html", type=Path, default=None, metavar="FILE",
-                   help="write all of it as a page that needs no network")
+                   help="write everything as one HTML page that needs no network access")
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """Plan, compare, show, write."""
+    """Plan the schedule, compare it with other algorithms, and print and write the results."""
     from moe_plugin.cli.planning.forest import Report, compare, text
     from moe_plugin.cli.planning.pictures import drawing, page
     from moe_plugin.planner.forest import plan
@@ -175,20 +179,20 @@ def schedule(args: argparse.Namespace) -> int:
     size = parse_size(args.size)
     if size < 1 or args.chunks < 1:
         raise ValueError(f"--size {short(args.size)} and --chunks {short(args.chunks)} must be at "
-                         "least 1; leave them out for the defaults")
+                         "least 1. Leave them out for the defaults")
     network, note = find_network(args.topology, args.nodes)
     begin = time.perf_counter()
-    found = plan(network, args.collective, args.trees, overlap=args.overlap)
+    computed = plan(network, args.collective, args.trees, overlap=args.overlap)
     planned_s = time.perf_counter() - begin
-    # what refuses a schedule goes before what takes long
-    made = [(path, make()) for path, make in (
-        (args.json, found.to_json), (args.msccl, lambda: to_msccl(program_of(found))),
-        (args.svg, lambda: drawing(found))) if path]
-    report = Report(found, size, compare(found, size, args.chunks), planned_s, note)
-    print(found.to_json() if printed else text(report))
+    # formats that may refuse a schedule are written before the long simulation starts
+    outputs = [(path, make()) for path, make in (
+        (args.json, computed.to_json), (args.msccl, lambda: to_msccl(program_of(computed))),
+        (args.svg, lambda: drawing(computed))) if path]
+    report = Report(computed, size, compare(computed, size, args.chunks), planned_s, note)
+    print(computed.to_json() if printed else text(report))
     if args.html:
-        made.append((args.html, page(report)))
-    for path, content in made:
+        outputs.append((args.html, page(report)))
+    for path, content in outputs:
         if path != PRINTED:
             print(f"wrote {write_regular(path, content)}",
                   file=sys.stderr if printed else sys.stdout)

@@ -1,5 +1,5 @@
-"""Groups of ranks and their collectives: real (torch.distributed), simulated (threads), or a group
-of one.
+"""Groups of ranks and their collectives: real groups (torch.distributed), simulated groups
+(threads), and groups of a single rank.
 """
 
 from moe_plugin.comm.algorithms import algorithms

@@ -1,5 +1,5 @@
-"""Ranks agree: that their settings are equal, by one hash, where a difference is named on every
-rank; and on numbers of rows, as small integers between hosts.
+"""Agreement between ranks: a check that all ranks have equal settings, and an exchange of small
+integers between hosts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _DIGEST = 32
 def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     """Check that all ranks of a group have equal settings. Collective: one all-gather of 40 bytes.
 
-    Its size is fixed, so it ends with any settings of the ranks; only where they differ are the
-    settings themselves gathered. Simulated ranks, threads of one process, are not compared.
+    The size of the all-gather is fixed, so the check completes even if the settings differ. The
+    settings themselves are gathered only if they differ. Simulated ranks share one process and are
+    not compared.
 
     Args:
-        settings: values by name; two are equal where their `repr` is.
+        comm: the group.
+        settings: values by name. Two values are equal if their `repr` is equal.
     Raises:
-        ValueError: on every rank; names each setting that differs, its values and their ranks.
+        ValueError: the settings differ. Every rank raises the error, which lists each setting that
+            differs with its values and their ranks.
     """
     if comm.size == 1 or not comm.separate:
         return
@@ -35,19 +38,22 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     seen = _gather(comm, hashlib.sha256(text).digest() + len(text).to_bytes(8, "big"))
     if len(set(seen)) == 1:
         return
-    lengths = [int.from_bytes(one[_DIGEST:], "big") for one in seen]
+    lengths = [int.from_bytes(digest[_DIGEST:], "big") for digest in seen]
     texts = _gather(comm, text.ljust(max(lengths)))
     raise ValueError(_differences(comm, [json.loads(text) for text in texts]))
 
 
 def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
                   recvs: Mapping[int, int]) -> dict[int, list[int]]:
-    """Exchange integers between hosts (`hosts`). Those for this rank itself are not sent.
+    """Exchange integers between ranks in host memory (`Comm.hosts`). Integers that a rank sends to
+    itself are copied.
 
     Args:
+        comm: the group.
         sends: by peer, the integers to send.
-        recvs: by peer, how many integers it sends to this rank.
-    Returns: by peer, the received integers.
+        recvs: by peer, the number of integers that the peer sends to this rank.
+    Returns:
+        The received integers, by peer.
     """
     def others(items: Mapping[int, Any]) -> list[int]:
         return [peer for peer in items if peer != comm.rank]
@@ -67,22 +73,23 @@ def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
 def _gather(comm: Comm, mine: bytes) -> list[bytes]:
     bytes_N = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(comm.device)
     all_WN = comm.all_gather(bytes_N).cpu().view(comm.size, len(mine))
-    return [bytes(one.tolist()) for one in all_WN]
+    return [bytes(row.tolist()) for row in all_WN]
 
 
 def _differences(comm: Comm, settings: list[dict[str, str]]) -> str:
-    names = sorted({name for one in settings for name in one})
-    differ = [n for n in names if len({one.get(n, "absent") for one in settings}) > 1]
+    names = sorted({name for rank_settings in settings for name in rank_settings})
+    differ = [n for n in names
+              if len({rank_settings.get(n, "absent") for rank_settings in settings}) > 1]
     shown = "; ".join(_values(name, settings) for name in differ[:SHOWN])
     more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
     return (f"settings differ between the {comm.size} ranks of group {comm.name!r}: {shown}{more}. "
-            "Must be the same; give all ranks the same settings and install the same versions")
+            "They must be equal; use the same settings and installed versions on all ranks")
 
 
 def _values(name: str, settings: list[dict[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(settings):
-        ranks.setdefault(one.get(name, "absent"), []).append(rank)
+    for rank, rank_settings in enumerate(settings):
+        ranks.setdefault(rank_settings.get(name, "absent"), []).append(rank)
     values = [f"{value[:SHOWN_VALUE]} on rank {', '.join(map(str, who[:16]))}"
               + (f" and {len(who) - 16} more" if len(who) > 16 else "")
               for value, who in list(ranks.items())[:SHOWN]]

@@ -1,11 +1,11 @@
 """`Comm`: the only interface through which a layer communicates with other ranks.
 
-A `Comm` is a group of ranks with the collectives below, without autograd; the differentiable forms
-are in `moe_plugin.comm.functional`. Hierarchical all-to-all
-algorithms are sets of point-to-point messages in the same group (`send_receive`), so they need no
-further process groups.
+A `Comm` is a group of ranks with the collectives below, without autograd. The differentiable
+versions are in `moe_plugin.comm.functional`. Hierarchical all-to-all algorithms consist of
+point-to-point messages in the same group (`send_receive`), so they need no additional process
+groups.
 
-A group of one rank: every collective is a copy.
+In a group of one rank, every collective is a copy.
 """
 
 from __future__ import annotations
@@ -26,73 +26,78 @@ from moe_plugin.utils.registry import Registry
 
 __all__ = ["Comm", "CommError", "Messages", "piece_lengths"]
 Messages = Sequence[tuple[int, Tensor]]
-
-
-# the network of a group, and where it comes from in words
+# Returns the network of a group, and a description of where the network comes from.
 FindNetwork = Callable[[], tuple[Network, str]]
 
 
 class Collectives:
-    """How the data of a layer is gathered and summed over ranks: expert parameters and their
-    gradients, the parts of ranks that have the same tokens, gradients of replicas. These are the
-    backend's own.
+    """The collectives that gather and sum a layer's data over ranks; this class uses those of the
+    backend.
 
-    Others are subclasses. What is planned or measured for a group is kept with the group. Numbers
-    on which ranks agree (counts, capacities, losses) do not pass here: they are small, and go as
-    the group itself does it.
+    The data are expert parameters and their gradients, partial results of ranks with the same
+    tokens, and gradients of replicas. Subclasses implement other algorithms; their plans and
+    measurements for a group are stored in the group's state. Numbers that ranks agree on (counts,
+    capacities, losses) are small, and always use the group's own collectives instead.
     """
 
     name = "native"
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Those of a prepared group; collective.
+        """Return the collectives for a prepared group. Collective: all ranks call this method.
 
-        Args:
-            network: gives the network between its ranks.
-            cluster: by which to predict what is faster; None: measure.
+        network: function that returns the network between the ranks of the group.
+        cluster: optional. Cluster description for predicting which collectives are faster. By
+        default the collectives are measured.
         """
         return NATIVE
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """All ranks' `x` along dimension 0: [n, ...], alike on all ranks, to [size * n, ...]."""
+        """Concatenate all ranks' `x` [n, ...], of equal shapes, along dimension 0 to [size * n,
+        ...].
+        """
         return comm.all_gather(x)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks: [size * n, ...] to [n, ...]."""
+        """Return this rank's part of the sum over ranks: [size * n, ...] to [n, ...]."""
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """The sum of `x` over ranks, any shape, a new tensor equal on all ranks."""
+        """Return the sum of `x` over ranks: any shape, a new tensor that is equal on all ranks."""
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Begin the sum of `x`, which may be overwritten; see `Comm.start_all_reduce`."""
+        """Start summing `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
         _count_all_reduce(comm, x)
         return comm.start_all_reduce(x)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Those of a subgroup of these ranks (indices in the group)."""
+        """Return the collectives for the subgroup of `ranks` (indices in this group)."""
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
-        """Predicted seconds of `kind` (all_gather, reduce_scatter, all_reduce) for `size` bytes of
-        the whole; None: those that a cluster file gives for the backend's own.
+        """Predict the seconds of a collective (`kind`: all_gather, reduce_scatter or all_reduce).
+
+        size: bytes of the whole tensor, over all ranks.
+
+        Returns None if a cluster file's times for the backend's collectives apply.
         """
         return None
 
     def active(self, comm: Comm) -> str:
-        """Name of what runs in a group, for statistics."""
+        """Return the name of the collectives that run in a group, for statistics."""
         return self.name
 
     def describe(self, comm: Comm) -> str:
-        """What runs in a group and why, in words."""
+        """Return a description of the collectives that run in a group, and why they were chosen."""
         return "native, the backend's own"
 
 
 def _count_all_reduce(comm: Comm, x: Tensor) -> None:
-    """Count the bytes that each rank sends in a ring all-reduce; backends do not report theirs."""
+    """Count the bytes that each rank sends in a ring all-reduce, because backends do not report
+    their traffic.
+    """
     comm.counters.sent(2 * (comm.size - 1), 2 * (comm.size - 1) * x.nbytes // comm.size)
 
 
@@ -105,12 +110,13 @@ class Comm(RankGroup):
     """A group of ranks and its collectives.
 
     Attributes:
-        receive_first: whether point-to-point messages with all receives posted first are the
-            faster linear all-to-all here.
-        threaded: whether exchanges may run in another thread (on views made by `with_tag`).
-        key: by which operations of torch find the group (`comm.graph_ops`); None: they do not.
-        tag: tells apart exchanges that run at the same time, see `with_tag`.
-        collectives: how data is gathered and summed here, see `with_collectives`.
+        receive_first: whether point-to-point messages, with all receives posted first, are the
+            fastest linear all-to-all on this backend.
+        threaded: whether exchanges may run in another thread (on views created by `with_tag`).
+        key: key by which torch operations find the group (`comm.graph_ops`); None without such a
+            key.
+        tag: number that separates exchanges running at the same time, see `with_tag`.
+        collectives: implementation that gathers and sums data, see `with_collectives`.
     """
 
     receive_first: bool = False
@@ -122,97 +128,97 @@ class Comm(RankGroup):
     @abstractmethod
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange along dimension 0 by the backend's own all-to-all.
+        """Exchange pieces along dimension 0 with the backend's all-to-all.
 
         Rank i's j-th piece becomes rank j's i-th piece.
 
         Args:
             x: [sum(send), ...], contiguous, any dtype.
-            send: lengths of the pieces to each rank; None: equal pieces.
-            recv: lengths of the pieces from each rank; None: equal pieces.
-        Returns: a new tensor [sum(recv), ...] of the same dtype, pieces in rank order.
+            send: optional. Lengths of the pieces to each rank. By default all pieces are equal.
+            recv: optional. Lengths of the pieces from each rank. By default all pieces are equal.
+        Returns:
+            A new tensor [sum(recv), ...] of the same dtype, with the pieces in rank order.
         """
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to exchange equal pieces; what is returned waits for it and gives them.
+        """Start an all-to-all of equal pieces of `x`, and return a function that waits for the
+        result.
 
-        x: as for `all_to_all`, left alone until then. All ranks start theirs in the same order.
+        All ranks start their exchanges in the same order. `x` [size * n, ...] must be contiguous
+        and must not change until the exchange completes.
         """
         received = self.all_to_all(x)
         return lambda: received
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """A new tensor like `x`, equal on all ranks: element-wise `sum` or `max` over ranks.
+        """Return the element-wise `sum` or `max` over ranks as a new tensor, equal on all ranks.
 
         x: any shape, the same on all ranks.
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin the sum of `x` over ranks; what is returned waits for it and gives it.
+        """Start summing `x` over ranks, and return a function that waits for the sum and returns
+        it.
 
-        x: any shape, the same on all ranks; it may be overwritten. All ranks start their
-        collectives in the same order. Here the sum is complete on return.
+        All ranks start their collectives in the same order. `x` has the same shape on all ranks and
+        may be overwritten. In this base class the sum is complete when the method returns.
         """
         total = self.all_reduce(x)
         return lambda: total
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x` concatenated along dimension 0.
-
-        x: [n, ...], the same shape on all ranks. Returns: a new tensor [size * n, ...].
-        """
+        """Concatenate all ranks' `x` [n, ...], of equal shapes, to a new tensor [size * n, ...]."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's piece of the sum over ranks.
-
-        x: [size * n, ...], the same shape on all ranks. Returns: a new tensor [n, ...].
+        """Return this rank's piece [n, ...] of the sum over ranks of `x` [size * n, ...], as a new
+        tensor.
         """
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """A new tensor equal to `x` of rank `root`.
-
-        x: any shape, the same on all ranks.
+        """Return a new tensor equal to the `x` of rank `root`. The shape is the same on all ranks.
         """
 
     @abstractmethod
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Point-to-point messages. All receives are posted before any send.
+        """Exchange point-to-point messages. All receives are posted before any send.
 
-        Every rank of the group calls it, with empty lists where it has nothing to send or receive.
+        Every rank of the group calls this method, with empty lists if it has no messages.
 
         Args:
-            sends: (peer, contiguous tensor) for each message out; any dtype, not empty.
-            recvs: (peer, contiguous buffer to fill) for each message in.
+            sends: (peer, contiguous tensor) for each outgoing message; any dtype, not empty.
+            recvs: (peer, contiguous buffer to fill) for each incoming message.
         """
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """Begin point-to-point messages; what is returned waits for them.
+        """Start point-to-point messages as in `send_receive`, and return a function that waits for
+        them.
 
-        Any rank may call it, in any order; only messages with one tag between two ranks meet in
-        the order in which they are posted. Here they are complete on return.
-
-        sends, recvs: see `send_receive`; tensors must not change until the end.
+        Any rank may call this method, in any order. Only messages with the same tag between the
+        same two ranks are matched in the order in which they are posted. The tensors must not
+        change until the messages complete. In this base class they are complete when the method
+        returns.
         """
         self.send_receive(sends, recvs)
         return lambda: None
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """The `Comm` of these ranks (indices in this group); None on other ranks.
+        """Return the `Comm` of some ranks (indices in this group), or None on all other ranks.
 
-        Collective: all ranks call it, in the same order. It has its part of this group's topology.
+        Collective: all ranks call this method, in the same order. The subgroup has its part of this
+        group's topology.
         """
 
     @contextmanager
     def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Raise a failure inside as a `CommError` that names rank, group, collective and sizes.
+        """Raise a failure inside the block as a `CommError` with rank, group, collective and sizes.
 
-        describe: the collective and its sizes in words; called only after a failure, except where
-            it may also be the cause of a later one.
+        describe: returns a description of the collective and its sizes. Called only after a
+        failure, or at the start if the collective may fail asynchronously.
         """
         if self.fails_later:
             self.state.started.append(describe())
@@ -227,15 +233,15 @@ class Comm(RankGroup):
                              f"{self.missing_ranks()}") from error
 
     def _started_before(self) -> str:
-        """The collectives of which a failure may be, where one fails later than it is called."""
+        """Return the collectives that may have caused a failure that is reported asynchronously."""
         before = list(self.state.started)[:-1]
         return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
 
     def contiguous_subgroup(self, size: int) -> Comm:
-        """The subgroup of `size` consecutive ranks that this rank is in.
+        """Return the subgroup of `size` consecutive ranks that contains this rank.
 
-        size: divides the size of this group. The first use of a size is collective. What is sent
-        in the subgroup counts in this group's counters.
+        `size` must divide the size of this group. The first use of a size is collective. Traffic in
+        the subgroup is counted in this group's counters.
         """
         ranks = [range(first, first + size) for first in range(0, self.size, size)]
         view = copy.copy(self._own_part(ranks))
@@ -243,20 +249,23 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """The subgroup of this rank and all those a multiple of `stride` ranks away.
+        """Return the subgroup of this rank and all ranks at a distance that is a multiple of
+        `stride`.
 
-        stride: divides the size of this group. The first use of a stride is collective.
+        `stride` must divide the size of this group. The first use of a stride is collective.
         """
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """The subgroup of the part that this rank is in; its first use is collective."""
-        own = next(part for part in parts if self.rank in part)
-        if own not in self.state.subgroups:
+        """Return the subgroup of the part that contains this rank. The first use of a part is
+        collective.
+        """
+        own_part = next(part for part in parts if self.rank in part)
+        if own_part not in self.state.subgroups:
             made = {part: self.subgroup(part) for part in parts}
-            self.state.subgroups[own] = made[own]
-        found: Comm = self.state.subgroups[own]
-        return found
+            self.state.subgroups[own_part] = made[own_part]
+        group: Comm = self.state.subgroups[own_part]
+        return group
 
     @abstractmethod
     def barrier(self) -> None:
@@ -264,26 +273,28 @@ class Comm(RankGroup):
 
     @property
     def hosts(self) -> Comm:
-        """These ranks for numbers that hosts know: its tensors are in host memory.
+        """A group of the same ranks for numbers in host memory, in which hosts do not wait for
+        devices.
 
-        This group, where that takes such tensors; else another one over the same ranks, whose first
-        use is collective. Hosts wait for each other in it, and for no device.
+        The result is this group if it accepts CPU tensors. Otherwise the result is a separate
+        group, whose creation at the first use is collective.
         """
         return self
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent to other ranks of the group."""
+        """Number of bytes that this rank has sent to other ranks of the group."""
         return self.counters.bytes
 
     def with_tag(self, tag: int) -> Comm:
-        """A view of this group for another thread: its messages do not mix with other tags'."""
+        """Return a view of this group for another thread. Messages with different tags do not mix.
+        """
         view = copy.copy(self)
         view.tag = tag
         return view
 
     def with_collectives(self, collectives: Collectives) -> Comm:
-        """A view of this group whose data is gathered and summed by `collectives`."""
+        """Return a view of this group that gathers and sums its data with `collectives`."""
         if collectives is self.collectives:
             return self
         view = copy.copy(self)
@@ -293,30 +304,36 @@ class Comm(RankGroup):
         return view
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over ranks of numbers of the hosts, equal on all of them.
+        """Return the element-wise maximum over ranks of numbers in host memory; the result is equal
+        on all ranks.
 
-        Uses point-to-point messages between `hosts` only (log2 of size rounds).
+        Only point-to-point messages between `hosts` are used, in log2(size) rounds.
         """
-        mine = torch.tensor(list(values), dtype=torch.float64)
+        maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
         while step < self.size:
-            theirs = torch.empty_like(mine)
-            self.hosts.send_receive([((self.rank + step) % self.size, mine)],
-                                    [((self.rank - step) % self.size, theirs)])
-            mine = torch.maximum(mine, theirs)
+            received = torch.empty_like(maxima)
+            self.hosts.send_receive([((self.rank + step) % self.size, maxima)],
+                                    [((self.rank - step) % self.size, received)])
+            maxima = torch.maximum(maxima, received)
             step *= 2
-        return mine.tolist()
+        return maxima.tolist()
+
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal ones.
+    """Return the lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal
+    lengths.
 
-    what: the argument's name, for the message.
-    Raises: ValueError: another number of splits than ranks, or rows that cannot be split equally.
+    what: name of the argument, for error messages.
+
+    Raises a `ValueError` if the number of splits differs from the number of ranks, or if the rows
+    cannot be split equally.
     """
     if splits is not None:
         if len(splits) != size:
             raise ValueError(
-                f"{what} splits {list(splits)} name {len(splits)} ranks; the group has {size}")
+                f"{what} splits {list(splits)} have {len(splits)} entries, but the group has "
+                f"{size} ranks; pass one entry per rank")
         return list(splits)
     if length % size:
         raise ValueError(
@@ -324,7 +341,7 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
     return [length // size] * size
 
 
-# collectives by name: what runs, and the number of rows that come out of n rows on W ranks
+# Collectives by name: the function, and the number of output rows for n input rows on W ranks.
 COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, int], int]]] = {
     "all_to_all": (lambda comm, x: comm.all_to_all(x), lambda n, size: n),
     "all_gather": (lambda comm, x: comm.collectives.all_gather(comm, x),
@@ -339,40 +356,40 @@ COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, in
 
 
 class LocalComm(Comm):
-    """The group of this rank alone; nothing is sent."""
+    """The group of this rank alone. Nothing is sent."""
 
     def __init__(self) -> None:
         super().__init__(0, 1, "local")
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """A copy of x, [n, ...]."""
+        """Return a copy of x, [n, ...]."""
         return x.clone()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """A copy of x, any shape."""
+        """Return a copy of x, any shape."""
         return x.clone()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """A copy of x, [n, ...]."""
+        """Return a copy of x, [n, ...]."""
         return x.clone()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """A copy of x, [n, ...]."""
+        """Return a copy of x, [n, ...]."""
         return x.clone()
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """A copy of x, any shape."""
+        """Return a copy of x, any shape."""
         return x.clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Copy each tensor of `sends` to the buffer of `recvs` at the same index."""
+        """Copy each tensor of `sends` to the buffer of `recvs` with the same index."""
         for (_, source), (_, target) in zip(sends, recvs, strict=True):
             target.copy_(source)
 
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """This group, for ranks [0]; else None."""
+        """Return this group for ranks [0], else None."""
         return self if list(ranks) == [0] else None
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return immediately."""

@@ -1,9 +1,10 @@
-"""All-gather and reduce-scatter in two steps, between nodes and inside them.
+"""All-gather and reduce-scatter in two steps: between nodes, and within each node.
 
-A ring over N nodes of P ranks carries (N P - 1) pieces over every node's link; here they are
-(N - 1) P: each rank exchanges with the ranks of its own place on other nodes alone, and the ranks
-of a node with each other. What no rank of a node wants is not sent there (`Wanted`). For links
-between nodes that are slower than those inside.
+A ring over N nodes of P ranks sends (N P - 1) pieces over every node's link. The two steps send
+only (N - 1) P pieces: each rank exchanges data with the ranks that have the same local rank on
+other nodes, and then with the ranks of its own node. Rows that no rank of a node needs are not sent
+to that node (`Wanted`). The two steps are useful if links between nodes are slower than links
+within a node.
 """
 
 from __future__ import annotations
@@ -16,23 +17,29 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm, piece_lengths
 from moe_plugin.comm.chunks import exchange_pieces, ring
 
-# for each rank and each node, int64 indices of the rows of that rank which that node wants
+# For each rank and each node: int64 indices of the rank's rows that the node needs.
 Wanted = Sequence[Sequence[Tensor]]
 
 
 def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """All ranks' `x` along dimension 0: [n, ...] to [size * n, ...]; see `Topology.two_steps`.
+    """Concatenate all ranks' `x` along dimension 0: [n, ...] to [size * n, ...].
 
-    wanted: the rows that each node gets, equal on all ranks; others are zeros. None: all rows.
+    The group's topology must allow two steps, see `Topology.two_steps`.
+
+    Args:
+        comm: the group.
+        x: [n, ...], the same shape on all ranks.
+        wanted: optional. The rows that each node receives, equal on all ranks; other rows are zero
+            in the result. By default every node receives all rows.
     """
     rows = _Rows(comm, x.shape[0], wanted)
-    column, here = rows.column(comm.rank), rows.here
-    pieces = {rank: x.new_empty((rows.count(rank, here), *x.shape[1:])) for rank in column}
-    pieces[comm.rank].copy_(rows.take(x, comm.rank, here))
+    column, this_node = rows.column(comm.rank), rows.here
+    pieces = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:])) for rank in column}
+    pieces[comm.rank].copy_(rows.take(x, comm.rank, this_node))
     far, near = ring(column, comm.rank)[:-1], rows.others_here()
     exchange_pieces(comm, [(p, rows.take(x, comm.rank, rows.node(p))) for p in far],
                     [(p, pieces[p]) for p in reversed(far)])
-    got = {rank: x.new_empty((rows.count(rank, here), *x.shape[1:]))
+    got = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:]))
            for p in near for rank in rows.column(p)}
     exchange_pieces(comm, [(p, pieces[rank]) for p in near for rank in column],
                     [(p, got[rank]) for p in reversed(near) for rank in rows.column(p)])
@@ -40,21 +47,26 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
 
 
 def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """This rank's part of the sum over ranks: [size * n, ...] to [n, ...]; see
-    `Topology.two_steps`.
+    """Return this rank's part of the sum over ranks: [size * n, ...] to [n, ...].
 
-    Parts are summed inside each node first, in the order of its ranks, then in the order of nodes.
-    wanted: the rows of each rank to which each node adds, see `gather_by_nodes`; None: all.
+    The group's topology must allow two steps, see `Topology.two_steps`. Values are summed within
+    each node first, in the order of its ranks, and then in the order of the nodes.
+
+    Args:
+        comm: the group.
+        x: [size * n, ...], the same shape on all ranks.
+        wanted: optional. The rows of each rank to which each node contributes, see
+            `gather_by_nodes`. By default every node contributes to all rows.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     rows, parts_W = _Rows(comm, length, wanted), x.split(length) if length else [x] * comm.size
-    column, here = rows.column(comm.rank), rows.here
-    got = {p: [x.new_empty((rows.count(rank, here), *x.shape[1:])) for rank in column]
+    column, this_node = rows.column(comm.rank), rows.here
+    got = {p: [x.new_empty((rows.count(rank, this_node), *x.shape[1:])) for rank in column]
            for p in comm.topology.peers(comm.rank)}
     near = rows.others_here()
     for buffer, rank in zip(got[comm.rank], column, strict=True):
-        buffer.copy_(rows.take(parts_W[rank], rank, here))
-    exchange_pieces(comm, [(p, rows.take(parts_W[rank], rank, here))
+        buffer.copy_(rows.take(parts_W[rank], rank, this_node))
+    exchange_pieces(comm, [(p, rows.take(parts_W[rank], rank, this_node))
                            for p in near for rank in rows.column(p)],
                     [(p, buffer) for p in reversed(near) for buffer in got[p]])
     sums = {rank: _added(parts)
@@ -69,7 +81,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of some tensors, in order; the first one holds it."""
+    """Return the sum of the tensors, in order, accumulated in the first tensor."""
     total = parts[0]
     for part in parts[1:]:
         total += part
@@ -77,36 +89,39 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 class _Rows:
-    """Which rows of which rank go to which node."""
+    """The rows of each rank that each node needs."""
 
     def __init__(self, comm: Comm, length: int, wanted: Wanted | None) -> None:
         self.comm, self.topology, self.length, self.wanted = comm, comm.topology, length, wanted
         self.here = self.node(comm.rank)
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return self.topology.node_of[rank]
 
     def column(self, rank: int) -> list[int]:
-        """The ranks with the place of `rank` on their nodes, node after node."""
+        """Return the ranks with the same local rank as `rank`, one per node, in the order of nodes.
+        """
         return [node[self.topology.local_of[rank]] for node in self.topology.nodes]
 
     def others_here(self) -> list[int]:
-        """The other ranks of this node."""
+        """Return the other ranks of this node."""
         return ring(self.topology.peers(self.comm.rank), self.comm.rank)[:-1]
 
     def count(self, rank: int, node: int) -> int:
-        """How many rows of a rank a node wants."""
+        """Return how many rows of a rank a node needs."""
         return self.length if self.wanted is None else len(self.wanted[rank][node])
 
     def take(self, x: Tensor, rank: int, node: int) -> Tensor:
-        """The rows of a rank's `x` [n, ...] that a node wants, contiguous."""
+        """Return the rows of a rank's `x` [n, ...] that a node needs, contiguous."""
         if self.wanted is None:
             return x.contiguous()
         return x.index_select(0, self.wanted[rank][node])
 
     def placed(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        """What this node has of all ranks' rows, [size * n, ...]."""
+        """Return the rows that this node received from all ranks at their positions, [size * n,
+        ...].
+        """
         if self.wanted is None:
             return torch.cat([pieces[rank] for rank in range(self.comm.size)])
         out_W = like.new_zeros((self.comm.size, self.length, *like.shape[1:]))
@@ -115,7 +130,7 @@ class _Rows:
         return out_W.flatten(0, 1)
 
     def add(self, total: Tensor, rank: int, node: int, rows: Tensor) -> None:
-        """Add what a node has of a rank's rows to `total` [n, ...]."""
+        """Add a node's contribution `rows` to a rank's rows `total` [n, ...]."""
         if self.wanted is None:
             total += rows
         else:
@@ -123,10 +138,15 @@ class _Rows:
 
 
 def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
-    """`Wanted` for a group that gathers in two steps; None elsewhere: all rows go everywhere.
+    """Return the `Wanted` rows for a group that gathers in two steps.
 
-    on_node_AN: bool [size * n, nodes], whether a row, by rank, is wanted on a node; equal on all
-        ranks.
+    Args:
+        comm: the group.
+        on_node_AN: bool [size * n, nodes], whether a row, in rank order, is needed on a node; equal
+            on all ranks.
+    Returns:
+        The rows that each node needs, or None if the group does not use two steps, in which case
+            all rows are sent everywhere.
     """
     if not comm.by_nodes:
         return None

@@ -1,5 +1,7 @@
-"""Pieces of a tensor along dimension 0: reordering and exchanging them, and several tensors in one
-exchange. The all-to-all algorithms are made of these functions.
+"""Pieces of a tensor along dimension 0: functions that reorder and exchange pieces, and that send
+several tensors in one exchange.
+
+The all-to-all algorithms are built from these functions.
 """
 
 from __future__ import annotations
@@ -17,17 +19,25 @@ from moe_plugin.kernels import transpose_chunks
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The parts of a packed row: (dtype, shape of a row, bytes of a row) of each tensor."""
+    """The parts of a packed row.
+
+    Attributes:
+        parts: dtype, shape of a row, and bytes of a row for each packed tensor.
+    """
 
     parts: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> PackedLayout:
-        """The layout of these tensors, [R, ...] each. Raises: ValueError: their lengths differ."""
+        """Return the layout for packing tensors [R, ...].
+
+        Raises:
+            ValueError: the tensors differ in length.
+        """
         if len({len(x) for x in tensors}) != 1:
             raise ValueError(
-                f"tensors of lengths {[len(x) for x in tensors]} cannot travel together; all must "
-                "have one row for each row of the others"
+                f"tensors of lengths {[len(x) for x in tensors]} cannot be sent together; all "
+                "tensors must have the same number of rows"
             )
         return cls(
             tuple((x.dtype, tuple(x.shape[1:]), math.prod(x.shape[1:]) * x.element_size())
@@ -35,7 +45,9 @@ class PackedLayout:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
-    """Tensors [R, ...] of any dtypes as bytes, uint8 [R, B], and the layout for `unpack`."""
+    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes, uint8 [R, B]. Returns the
+    bytes and the layout for `unpack`.
+    """
     layout = PackedLayout.of(tensors)
     return torch.cat(
         [_as_bytes(x, size) for x, (_, _, size) in zip(tensors, layout.parts, strict=True)],
@@ -43,7 +55,9 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """The inverse of `pack` for any number of rows: uint8 [R, B] to tensors [R, ...]."""
+    """Split packed rows, uint8 [R, B], into tensors [R, ...], the inverse of `pack` for any number
+    of rows.
+    """
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
         _from_bytes(column, dtype, shape)
@@ -59,17 +73,18 @@ def _as_bytes(x: Tensor, size: int) -> Tensor:
 def _from_bytes(column: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not column.numel():
         return column.new_empty((column.shape[0], *shape), dtype=dtype)
-    # clone: the column of a single row is contiguous already, at an offset that may be no multiple
-    # of the element size
+    # `contiguous()` would not copy the column of a single row, whose offset may not be a
+    # multiple of the element size.
     return column.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(
         column.shape[0], *shape)
 
 
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Cut `x` in pieces and concatenate them in another order, in one copy.
+    """Cut `x` into pieces and concatenate the pieces in another order, in one copy.
 
     Args:
         x: [sum(lengths), ...].
+        lengths: number of rows of each piece.
         order: for each piece of the result, its index in `lengths`.
     """
     parts = x.split(list(lengths))
@@ -78,19 +93,28 @@ def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
 
 
 def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
-    """`outer * inner` equal pieces from outer-major to inner-major order, in one strided copy.
+    """Reorder `outer * inner` equal pieces from outer-major to inner-major order, in one strided
+    copy.
 
-    x: [outer * inner * c, ...]; piece (o, j) becomes piece (j, o). On a GPU it is a Triton kernel.
+    On a GPU the copy is a Triton kernel.
+
+    Args:
+        x: [outer * inner * c, ...]; piece (o, j) becomes piece (j, o).
+        outer: number of outer pieces.
+        inner: number of pieces in each outer piece.
     """
     return x if outer == 1 or inner == 1 or not x.numel() else transpose_chunks(x, outer, inner)
 
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
                     recvs: Iterable[tuple[int, Tensor]]) -> None:
-    """`comm.send_receive` of (peer, [n, ...]) without empty tensors; this rank's own is copied."""
+    """Send and receive (peer, [n, ...]) with `comm.send_receive`, without empty tensors.
+
+    Pieces that a rank sends to itself are copied.
+    """
     sends, recvs = list(sends), list(recvs)
-    here = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
-    for source, target in zip(here, [b for peer, b in recvs if peer == comm.rank and b.shape[0]],
+    local = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
+    for source, target in zip(local, [b for peer, b in recvs if peer == comm.rank and b.shape[0]],
                               strict=True):
         target.copy_(source)
     comm.send_receive([(p, x) for p, x in sends if p != comm.rank and x.numel()],
@@ -98,32 +122,36 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """The ranks in cyclic order after `rank`, so that every rank begins with another peer."""
+    """Return `ranks` in cyclic order after `rank`, so that every rank starts with a different peer.
+    """
     start = ranks.index(rank) + 1 if rank in ranks else 0
     return list(ranks[start:]) + list(ranks[:start])
 
 
 def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:
-    """All-to-all of equal pieces among `ranks`, which include this one.
+    """Exchange equal pieces among `ranks`, which include this rank.
 
-    x, out: [len(ranks) * n, ...], contiguous; piece i of `x` goes to ranks[i], piece i of `out`
-    comes from it.
+    Args:
+        comm: the group.
+        ranks: ranks of the group that take part.
+        x: [len(ranks) * n, ...], contiguous; piece i is sent to ranks[i].
+        out: [len(ranks) * n, ...], contiguous; piece i is received from ranks[i].
     """
     if not x.numel():
         return
-    here, size = ranks.index(comm.rank), len(ranks)
+    position, size = ranks.index(comm.rank), len(ranks)
     sources, targets = x.view(size, -1).unbind(), out.view(size, -1).unbind()
-    targets[here].copy_(sources[here])
-    order = [*range(here + 1, size), *range(here)]
+    targets[position].copy_(sources[position])
+    order = [*range(position + 1, size), *range(position)]
     comm.send_receive([(ranks[i], sources[i]) for i in order],
                   [(ranks[i], targets[i]) for i in reversed(order)])
 
 
 def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
                   recv: Sequence[int] | None) -> Tensor:
-    """A linear all-to-all as point-to-point messages, all receives posted before any send.
+    """Run a linear all-to-all as point-to-point messages, with all receives posted before any send.
 
-    Arguments and result as in `Comm.all_to_all`.
+    Arguments and result are the same as in `Comm.all_to_all`.
     """
     even = send is None and recv is None
     send = piece_lengths(x.shape[0], comm.size, send, "all_to_all send")
@@ -140,10 +168,11 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's part of the sum over ranks, [size * n, ...] to [n, ...], by a ring of messages.
+    """Return this rank's part of the sum over ranks, [size * n, ...] to [n, ...], with a ring of
+    messages.
 
-    Each rank sends (size - 1)/size of `x`; gloo's own reduce-scatter sums all of `x` on every rank
-    and sends twice the bytes. Part j is summed in the order of ranks j+1, ..., j.
+    Each rank sends (size - 1)/size of `x`. Gloo's own reduce-scatter sums all of `x` on every rank
+    and sends twice as many bytes. Part j is summed in the order of ranks j+1, ..., j.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():

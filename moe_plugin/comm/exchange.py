@@ -1,5 +1,8 @@
-"""All-to-all algorithms: what one is, and the registry in which each declares what it needs and
-what it costs. A new one is one file: it is registered, and `auto`, the planner and the log know it.
+"""All-to-all algorithms: the base class `Exchange`, and the registry in which each algorithm
+declares its requirements and its cost.
+
+A new algorithm is one file that registers itself. `auto`, the planner and the log then use it
+automatically.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
 class Exchange(ABC):
-    """An all-to-all. One object serves all groups: state of a group is in `Comm.state`.
+    """An all-to-all algorithm. One object serves all groups; the state of a group is stored in
+    `Comm.state`.
 
     Attributes:
-        in_background: whether it may run in another thread or on a side stream while the rank
-            computes.
-        direct: the name under which its calls are counted, where it is one message from every rank
-            to every other, so that it needs no thread to run in the background; None: it is not.
-        rounds: of messages, one after another. `auto` tries algorithms with fewer first; a later
-            one must be clearly faster.
+        in_background: whether the exchange may run in another thread or on a side stream while the
+            rank computes.
+        direct: name under which calls are counted, if the algorithm sends one message from every
+            rank to every other rank and therefore needs no thread to run in the background. None
+            for other algorithms.
+        rounds: number of consecutive rounds of messages. `auto` tries algorithms with fewer rounds
+            first; an algorithm with more rounds must be clearly faster to be chosen.
     """
 
     in_background: bool = True
@@ -37,40 +42,45 @@ class Exchange(ABC):
     @abstractmethod
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange rows of `x` along dimension 0, see `Comm.all_to_all`. All ranks call it."""
+        """Exchange rows of `x` along dimension 0, see `Comm.all_to_all`. All ranks call this
+        method.
+        """
 
     @property
     def back(self) -> Exchange:
-        """By which rows come back from their experts, and gradients of those that this one sends
-        there; whose `back` is this one. Itself where both ways are alike.
+        """The exchange for the opposite direction: for results of experts, and for gradients of the
+        rows that this exchange sent.
+
+        The `back` of the returned exchange is this exchange. The default is this exchange itself.
         """
         return self
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """What runs for this call. Called in program order on all ranks, so it may be collective.
+        """Return the exchange that runs for one call. All ranks call this method in program order,
+        so it may be collective.
 
-        Args: as for the exchange itself; `x` is only looked at for its shape and dtype.
+        The arguments are those of the exchange itself. Only the shape and dtype of `x` are used.
         """
         return self
 
     def lacks(self, comm: Comm) -> str | None:
-        """What it needs and a prepared group lacks, so that `linear` runs in its place; None:
-        nothing.
+        """Return the requirement that a prepared group does not meet, so that `linear` runs
+        instead, or None if all requirements are met.
         """
         return None
 
     def tried(self, comm: Comm) -> bool:
-        """Whether `auto` may choose it in a prepared group."""
+        """Return whether `auto` may choose this algorithm in a prepared group."""
         return False
 
 
 class FunctionExchange(Exchange):
-    """A plain function `(comm, x, send, recv) -> rows` as an `Exchange`."""
+    """An `Exchange` that calls a plain function `(comm, x, send, recv) -> rows`."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
-        self.__doc__ = function.__doc__  # the summary in lists of algorithms
+        self.__doc__ = function.__doc__  # lists of algorithms show the docstring
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
@@ -78,8 +88,9 @@ class FunctionExchange(Exchange):
 
 
 class RegisteredExchange(FunctionExchange):
-    """A function with what it declares, see `ExchangeRegistry.register`: its calls are counted, and
-    `linear` runs in its place where it lacks something.
+    """A registered function with its declarations, see `ExchangeRegistry.register`.
+
+    Calls are counted. If the group does not meet a requirement, `linear` runs instead.
     """
 
     def __init__(self, function: Callable[..., Tensor], name: str, *, direct: bool, rounds: int,
@@ -102,7 +113,7 @@ class RegisteredExchange(FunctionExchange):
         return self._lacks(comm) is None and self._tried(comm)
 
 
-# functions with names: a layer that holds a registered algorithm is pickled
+# Named functions rather than lambdas, because a layer with a registered algorithm can be pickled.
 def _nothing(comm: Comm) -> None:
     return None
 
@@ -112,29 +123,38 @@ def _everywhere(comm: Comm) -> bool:
 
 
 def several_nodes(comm: Comm) -> str | None:
-    """For `lacks`: what a hierarchical algorithm needs and a group has not."""
+    """Return why a hierarchical algorithm cannot be faster in a group, for the `lacks` argument of
+    `register`.
+    """
     return comm.topology.why_flat()
 
 
 class ExchangeRegistry(Registry[Exchange]):
-    """All-to-all algorithms by name: `Exchange` objects, or plain functions, which become one."""
+    """All-to-all algorithms by name. Plain functions are converted to `Exchange` objects."""
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
                  lacks: Callable[[Comm], str | None] = _nothing,
                  tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
                  **options: Any) -> Callable[[Algorithm], Algorithm]:
-        """Decorator: `@algorithms.register("mine")` on a function `(comm, x, send, recv) -> rows`.
+        """Register an algorithm: `@algorithms.register("mine")` on a function `(comm, x, send,
+        recv) -> rows`.
 
-        It returns what it decorates; `get` returns the `Exchange`. An `Exchange` object declares
-        all but `cost` itself.
+        The decorator returns the decorated object, and `get` returns the `Exchange`. An `Exchange`
+        object declares all arguments other than `cost` itself.
 
         Args:
-            direct, rounds, lacks, tried: see `Exchange`.
-            cost: by which the planner predicts it; None: it is measured only, or predicted by a
-                file of its own in `planner.all_to_all_cost`, which programs without torch read.
+            name: name of the algorithm.
+            direct: see `Exchange`; a boolean here, because calls are counted under `name`.
+            rounds: see `Exchange`.
+            lacks: see `Exchange`.
+            tried: see `Exchange`.
+            cost: optional. Cost model with which the planner predicts the algorithm. By default the
+                algorithm is only measured, or predicted by a separate file in
+                `planner.all_to_all_cost` that programs without torch can read.
+            options: see `Registry.register`.
         Raises:
-            ValueError: the name is taken.
-            TypeError: neither an `Exchange` nor a function.
+            ValueError: the name is already registered.
+            TypeError: the decorated object is neither an `Exchange` nor a function.
         """
         add = super().register(name, **options)
 
@@ -151,14 +171,17 @@ class ExchangeRegistry(Registry[Exchange]):
         return checked
 
     def candidates(self, comm: Comm) -> list[str]:
-        """Those that `auto` may choose from in a prepared group, the one with fewest rounds first.
+        """Return the names of the algorithms that `auto` may choose in a prepared group, with the
+        fewest rounds first.
         """
-        found = [entry for entry in self if entry.offered and entry.value.tried(comm)]
-        found.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
-        return [entry.name for entry in found]
+        entries = [entry for entry in self if entry.offered and entry.value.tried(comm)]
+        entries.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
+        return [entry.name for entry in entries]
 
     def left_out(self, comm: Comm) -> dict[str, list[str]]:
-        """By what they lack in a prepared group, those that run as `linear` there."""
+        """Return the algorithms that run as `linear` in a prepared group, grouped by the
+        requirement that the group does not meet.
+        """
         reasons: dict[str, list[str]] = {}
         for entry in self:
             if entry.offered and (reason := entry.value.lacks(comm)):

@@ -1,4 +1,5 @@
-"""`Forest`: a group's collectives along throughput-optimal trees of its network (ForestColl)."""
+"""`Forest`: collectives that run along throughput-optimal trees of a group's network (ForestColl).
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from moe_plugin.planner.forest.forest import plan
 from moe_plugin.planner.forest.network import part_of
 
 log = logging.getLogger(__name__)
-FEW = 4  # trees of a root that are executed as they are
-NEAR = 1.03  # fewer trees are taken where they need at most so many times the seconds
-EXAMPLE = 1 << 20
+FEW = 4  # up to this number of trees per root, the optimum is used unchanged
+NEAR = 1.03  # largest slowdown accepted in exchange for fewer trees
+EXAMPLE = 1 << 20  # bytes for which speeds are compared and reported
 
 
 @dataclass
 class _Planned:
-    """The trees of one group by network, planned once."""
+    """The trees of one group by network. Each network is planned once."""
 
     by_network: dict[str, Trees] = field(default_factory=dict)
 
@@ -38,11 +39,12 @@ class _Planned:
 @collective_kinds.register("forest")
 @dataclass(frozen=True)
 class Forest(Collectives):
-    """Along throughput-optimal trees, planned for the network of the group (ForestColl).
+    """Collectives along throughput-optimal trees, planned for the network of the group
+    (ForestColl).
 
     Attributes:
-        network: rank i of it is rank i of the group.
-        source: where it comes from, in words.
+        network: network whose rank i is rank i of the group.
+        source: description of where the network comes from.
     """
 
     network: Network
@@ -51,7 +53,9 @@ class Forest(Collectives):
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """See `Collectives`. The trees are planned now, so that an error comes before training."""
+        """Create the collectives of a group, see `Collectives`. The trees are planned immediately,
+        so that errors occur before training starts.
+        """
         made = cls(*network())
         made.trees(comm)
         return made
@@ -66,19 +70,23 @@ class Forest(Collectives):
         return trees.all_reduce(comm, self.trees(comm), x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """See `Collectives`: in the background where the group can do that (`comm.handles`)."""
-        found = self.trees(comm)  # here, in program order: it may be collective
+        """Start an all-reduce, see `Collectives`. The sum runs in the background if the group
+        supports it (`comm.handles`).
+        """
+        planned = self.trees(comm)  # planning may be collective, so it runs here, in program order
         return start(comm, FunctionExchange(
-            lambda comm, x, send, recv: trees.all_reduce(comm, found, x)), x).wait
+            lambda comm, x, send, recv: trees.all_reduce(comm, planned, x)), x).wait
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
-        found = self.trees(comm)
-        halves = {"all_gather": [found.gather], "reduce_scatter": [found.reduce]}.get(
-            kind, [found.reduce, found.gather])
+        planned = self.trees(comm)
+        halves = {"all_gather": [planned.gather], "reduce_scatter": [planned.reduce]}.get(
+            kind, [planned.reduce, planned.gather])
         return sum(predicted_s(half, size) for half in halves)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """See `Collectives`. Native where these ranks have no network of their own."""
+        """Return the collectives of a subgroup, see `Collectives`. Native collectives are used if
+        the network does not connect the subgroup's ranks.
+        """
         try:
             return dataclasses.replace(self, network=part_of(self.network, ranks))
         except ValueError as error:
@@ -86,9 +94,11 @@ class Forest(Collectives):
             return NATIVE
 
     def trees(self, comm: Comm) -> Trees:
-        """The trees of a group; collective at the first call: its first rank plans them.
+        """Return the trees of a group. The first call is collective: the first rank of the group
+        plans the trees.
 
-        Raises: ValueError: on all ranks, what the planner refuses.
+        Raises:
+            ValueError: the planner rejects the network. All ranks raise the error.
         """
         known = comm.state.get(_Planned).by_network
         if self.key not in known:
@@ -97,7 +107,7 @@ class Forest(Collectives):
 
     @cached_property
     def key(self) -> str:
-        """Its network as text, by which trees and predictions are kept."""
+        """The network as text, used as the key for trees and predictions."""
         return json.dumps(self.network.to_dict())
 
     def describe(self, comm: Comm) -> str:
@@ -108,8 +118,10 @@ class Forest(Collectives):
 
 
 def plan_few(network: Network, collective: str) -> Schedule:
-    """The optimum; where it takes more than `FEW` trees per rank, fewer of nearly its speed: each
-    tree costs messages.
+    """Plan the optimal trees, or fewer trees of nearly the same speed if the optimum needs more
+    than `FEW` trees per rank.
+
+    Fewer trees are preferred because each tree costs messages.
     """
     best = plan(network, collective)
     for k in range(1, FEW + 1) if best.k > FEW else ():
@@ -120,11 +132,12 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """What the group's first rank plans, on all ranks."""
+    """Return the trees planned by the group's first rank, equal on all ranks."""
     text = ""
     if comm.rank == 0:
         try:
-            made = [plan_few(network, each).to_json() for each in ("all_gather", "reduce_scatter")]
+            made = [plan_few(network, collective).to_json()
+                    for collective in ("all_gather", "reduce_scatter")]
             text = "\n".join(made)
         except ValueError as error:
             text = f"!{error}"
@@ -136,9 +149,9 @@ def _agreed(comm: Comm, network: Network) -> Trees:
 
 
 def _broadcast_text(comm: Comm, text: str) -> str:
-    """The text of the group's first rank."""
+    """Return the text of the group's first rank on all ranks."""
     data = text.encode()
     length = int(comm.broadcast(torch.tensor([len(data)])))
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (
         torch.empty(length, dtype=torch.uint8))
-    return bytes(comm.broadcast(mine).tolist()).decode()
+    return bytes(comm.broadcast(buffer).tolist()).decode()

@@ -1,13 +1,13 @@
-"""Differentiable collectives: for ranks whose losses differ (data and expert parallelism), and for
-ranks whose losses are one and the same (tensor parallelism).
+"""Differentiable collectives, for ranks with different losses (data and expert parallelism) and for
+ranks that share one loss (tensor parallelism).
 
-An all-to-all takes an `anchor`: a parameter of the layer. Where the data itself needs no gradient
-on one rank (an input that is not trained, for example), the anchor keeps the node in the graph, so
-that either all ranks run the backward collective or none does.
+An all-to-all accepts an `anchor`, a parameter of the layer. If the data itself needs no gradient on
+one rank (for example because the input is not trained), the anchor keeps the node in the autograd
+graph. Either all ranks or no ranks then run the backward collective.
 
 `split`, `gather`, `sum_parts` and `enter` mark the borders of a region in which each rank computes
-a part, as Megatron's f and g do. A gradient outside the region is equal on all ranks and is never
-summed over them; the gradients of parts are.
+a part, as Megatron's f and g do. Gradients outside the region are equal on all ranks and are never
+summed over ranks. Gradients of the parts are summed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # under create_graph the gradient is itself differentiated
+        # with create_graph=True the gradient is differentiated again, so it needs an autograd node
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _AllToAll.apply(grad, None, ctx.comm, ctx.algorithm.back, ctx.recv,
                                    ctx.send), None, None, None, None, None
@@ -42,13 +42,18 @@ class _AllToAll(torch.autograd.Function):
 
 def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] | None = None,
                recv: Sequence[int] | None = None, anchor: Tensor | None = None) -> Tensor:
-    """All-to-all along dimension 0; its gradient is the reverse exchange, by `algorithm.back`.
+    """Exchange pieces along dimension 0. The gradient is the reverse exchange with
+    `algorithm.back`.
 
     Args:
         x: [sum(send), ...].
-        send, recv: lengths of the pieces, see `Comm.all_to_all`.
-        anchor: a parameter, see the module.
-    Returns: [sum(recv), ...], pieces in rank order; `x` itself in a group of one.
+        comm: the group.
+        algorithm: the exchange that runs.
+        send: optional. Lengths of the pieces to each rank, see `Comm.all_to_all`.
+        recv: optional. Lengths of the pieces from each rank, see `Comm.all_to_all`.
+        anchor: optional. A parameter, see the module docstring.
+    Returns:
+        [sum(recv), ...], pieces in rank order; `x` itself in a group of one rank.
     """
     if comm.size == 1:
         return x
@@ -56,7 +61,7 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 
 class _Pair(torch.autograd.Function):
-    """One operation forward, another one backward, see `with_backward`."""
+    """One collective in forward and another one in backward, see `with_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
@@ -71,12 +76,15 @@ class _Pair(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
-    """Run one collective whose gradient is another one; `x` itself in a group of one.
+    """Run one collective whose gradient is another collective. Returns `x` itself in a group of one
+    rank.
 
     Args:
         x: [n, ...].
-        forward, backward: `all_gather`, `reduce_scatter`, `all_reduce`, `own_part` (this rank's
-            1/size along dimension 0); backward also `identity`.
+        comm: the group.
+        forward: `all_gather`, `reduce_scatter`, `all_reduce` or `own_part` (this rank's 1/size
+            along dimension 0).
+        backward: same choices as `forward`, or `identity`.
     """
     if comm.size == 1:
         return x
@@ -86,9 +94,9 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
 
 
 def all_gather(x: Tensor, comm: Comm) -> Tensor:
-    """All ranks' `x` along dimension 0: [n, ...] to [size * n, ...].
+    """Concatenate all ranks' `x` along dimension 0: [n, ...] to [size * n, ...].
 
-    The gradient is a reduce-scatter, because each rank's loss depends on all of it.
+    The gradient is a reduce-scatter, because each rank's loss depends on the whole result.
     """
     return with_backward(x, comm, "all_gather", "reduce_scatter")
 
@@ -109,38 +117,40 @@ class _Enter(torch.autograd.Function):
 
 
 def split(x: Tensor, comm: Comm) -> Tensor:
-    """This rank's part of a tensor that is equal on all ranks: [size * n, ...] to [n, ...].
+    """Return this rank's part of a tensor that is equal on all ranks: [size * n, ...] to [n, ...].
 
-    Backward gathers the parts.
+    The backward pass gathers the parts.
     """
     return with_backward(x, comm, "own_part", "all_gather")
 
 
 def gather(x: Tensor, comm: Comm) -> Tensor:
-    """All ranks' parts along dimension 0: [n, ...] to [size * n, ...].
+    """Concatenate all ranks' parts along dimension 0: [n, ...] to [size * n, ...].
 
-    Backward takes this rank's part.
+    The backward pass returns this rank's part of the gradient.
     """
     return with_backward(x, comm, "all_gather", "own_part")
 
 
 def sum_parts(x: Tensor, comm: Comm) -> Tensor:
-    """Sum of the ranks' parts, any shape (Megatron's g).
+    """Return the sum of the ranks' parts, any shape (Megatron's g).
 
-    The gradient of each part is that of the sum.
+    The gradient of each part equals the gradient of the sum.
     """
     return with_backward(x, comm, "all_reduce", "identity")
 
 
 def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
           comm: Comm) -> tuple[Tensor, Tensor]:
-    """Both tensors unchanged; backward sums the ranks' parts of both gradients (Megatron's f).
+    """Return both tensors unchanged. The backward pass sums the ranks' parts of both gradients
+    (Megatron's f).
 
-    One all-reduce in x's dtype serves both.
+    One all-reduce, in the dtype of x, sums both gradients.
 
     Args:
         x_TD: tokens, equal on all ranks.
-        weights_TK: their routing weights.
-        anchor: a parameter, see `comm.functional`.
+        weights_TK: routing weights of the tokens.
+        anchor: optional. A parameter, see the docstring of `comm.functional`.
+        comm: the group.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

@@ -1,14 +1,15 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Collectives as operations of torch: what `torch.compile` sees of them.
+"""Collectives as torch operations, for `torch.compile`.
 
-A compiler cannot trace what a collective does (process groups, counters, time-outs, algorithms that
-measure). These operations are opaque to it: it knows shapes and gradients, and keeps them in its
-graphs as they are. They take groups and exchanges by key, because operations of torch take tensors,
-numbers and texts alone. Without a compiler nothing of this runs.
+A compiler cannot trace the implementation of a collective (process groups, counters, timeouts,
+algorithms that measure). These operations are opaque to the compiler: it knows their shapes and
+gradients, and leaves them unchanged in its graphs. The operations refer to groups and exchanges by
+key, because torch operations accept only tensors, numbers and strings. Nothing in this module runs
+without a compiler.
 
-Every rank compiles the same graph, so collectives keep their order: those of one layer need each
-other's results. All ranks' inputs need gradients, or none does: a backward exchange whose result
-is not needed is not in the graph.
+Every rank compiles the same graph. Collectives keep their order, because the collectives of a layer
+depend on each other's results. Either all ranks' inputs need gradients or none do: a backward
+exchange whose result is not needed is not in the graph.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ from moe_plugin.comm.group import key_of, owner_of
 
 
 class Route:
-    """A group and the exchange that carries rows in it, by one key. A copy has a key of its own."""
+    """A group and the exchange that sends rows in it, identified by one key. A copy has a different
+    key.
+    """
 
     def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:
         self.comm, self.algorithm = comm, algorithm
         self.key = key_of(self)
-        # made now: what changes while a graph is traced would fail its own guards
+        # Created here rather than on first use: state that changes while a graph is traced would
+        # invalidate the graph's guards.
         if back is None and algorithm.back is not algorithm:
             back = Route(comm, algorithm.back, self)
         self._other = back
 
     @property
     def back(self) -> Route:
-        """The way back, see `Exchange.back`; the same object where both ways are alike."""
+        """The route for the opposite direction, see `Exchange.back`. This route itself if both
+        directions use the same exchange.
+        """
         return self if self._other is None else self._other
 
     def __reduce__(self) -> tuple[type[Route], tuple[Comm, Exchange]]:
@@ -47,15 +53,19 @@ class Route:
 @torch.library.custom_op("moe_plugin::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[Sequence[int]],
                recv: Optional[Sequence[int]]) -> Tensor:
-    """All-to-all along dimension 0, differentiable; see `comm.functional.all_to_all`.
+    """Exchange pieces along dimension 0, differentiable; see `comm.functional.all_to_all`.
 
     Args:
         x: [sum(send), ...].
+        anchor: optional. A parameter, see `comm.functional`.
         route: key of a `Route`.
-    Returns: [sum(recv), ...].
+        send: optional. Lengths of the pieces to each rank.
+        recv: optional. Lengths of the pieces from each rank.
+    Returns:
+        [sum(recv), ...].
     """
-    found = owner_of(route)
-    return found.algorithm(found.comm, x.contiguous(), send, recv)
+    owner = owner_of(route)
+    return owner.algorithm(owner.comm, x.contiguous(), send, recv)
 
 
 @all_to_all.register_fake
@@ -77,15 +87,16 @@ all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
 
 @torch.library.custom_op("moe_plugin::collective", mutates_args=())
 def collective(x: Tensor, comm: str, size: int, name: str, backward: str) -> Tensor:
-    """One collective whose gradient is another one.
+    """Run one collective whose gradient is another collective.
 
     Args:
         x: [n, ...], or 0-dim for `all_reduce` and `all_max`.
         comm: key of the group.
-        size: its ranks.
+        size: number of ranks in the group.
         name: `all_to_all` (of equal pieces), `all_gather`, `reduce_scatter`, `all_reduce`,
             `all_max` or `own_part`.
-        backward: one of them; `identity`: the gradient itself; `none`: there is no gradient.
+        backward: name of a collective for the gradient; `identity` passes the gradient through
+            unchanged; `none` means that there is no gradient.
     """
     return COLLECTIVES[name][0](owner_of(comm), x.contiguous())
 

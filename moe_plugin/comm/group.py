@@ -1,5 +1,5 @@
-"""`RankGroup`: which ranks there are and on which nodes, by which keys they are found, and how
-their errors read.
+"""`RankGroup`: the ranks of a group and their nodes, the keys by which operations find a group, and
+the form of its errors.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ UNEQUAL_TEXTS = (
     "in evaluation the usual cause is that another rank makes fewer calls, because its texts or "
     "data ended earlier: call model.generate(..., synced_gpus=True) on all ranks, and give every "
     "rank as many batches as the others")
-# Keys stand for objects of this process, which keeps none of them alive.
+# Objects by key. The references are weak, so a key does not keep its object alive.
 _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def key_of(owner: object) -> str:
-    """A new key by which operations find this object for as long as it lives."""
+    """Create a new key by which operations find `owner` as long as it exists."""
     key = f"{type(owner).__name__} {next(_NUMBERS)}"
     _BY_KEY[key] = owner
     return key
 
 
 def owner_of(key: str) -> Any:
-    """The object of a key."""
+    """Return the object registered under `key`."""
     return _BY_KEY[key]
 
 
 class CommError(RuntimeError):
-    """A collective failed or cannot run. The message names rank, collective and sizes."""
+    """A collective failed or cannot run. The message names the rank, the collective and the sizes.
+    """
 
 
 @contextmanager
 def advice(text: str) -> Iterator[None]:
-    """Add to a `CommError` raised inside what its usual cause here is and how to avoid it."""
+    """Add `text`, the usual cause and its remedy, to a `CommError` raised inside the block."""
     try:
         yield
     except CommError as error:
@@ -52,19 +53,20 @@ def advice(text: str) -> Iterator[None]:
 
 
 class RankGroup(ABC):
-    """A group of `size` ranks, of which this process (or thread) is `rank`.
+    """A group of `size` ranks. This process (or thread) is `rank`.
 
     Args:
-        rank, size: this rank's index in the group, and the number of ranks.
-        name: of the group, for messages.
-        state: what is known of the group; None: nothing yet.
+        rank: this rank's index in the group.
+        size: number of ranks in the group.
+        name: name of the group, for messages.
+        state: optional. State shared by all objects for the same group. Defaults to a new state.
 
     Attributes:
-        ranks: of the job, by rank of the group.
-        separate: whether ranks are processes of their own, whose settings may differ, see
+        ranks: for each rank of the group, its rank in the job.
+        separate: whether the ranks are separate processes, whose settings may differ, see
             `comm.agreement`.
-        fails_later: whether a collective may fail after it has returned, so that the error is
-            raised by another one.
+        fails_later: whether a collective may fail after it has returned. A later collective then
+            raises the error.
     """
 
     separate: bool = False
@@ -80,35 +82,47 @@ class RankGroup(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of this group must be."""
+        """Device on which tensors of this group must be."""
         return torch.device("cpu")
 
     @property
     def by_nodes(self) -> bool:
-        """Whether all-gather and reduce-scatter go in two steps here, see `comm.by_nodes`."""
+        """Whether all-gather and reduce-scatter use two steps in this group, see `comm.by_nodes`.
+        """
         return False
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node. Raises: CommError: `prepare` has not been called."""
+        """Which ranks share a node.
+
+        Raises:
+            CommError: `prepare` has not been called.
+        """
         if self.state.topology is None:
             raise self.error("the topology is not known; call comm.prepare() on all ranks of the "
                              "group first")
         return self.state.topology
 
     def prepare(self, topology: Topology | None = None) -> Topology:
-        """Agree on the group's topology. Collective: all ranks call it with equal arguments.
+        """Agree on the group's topology. Collective: all ranks call this method with equal
+        arguments.
 
-        topology: which ranks share a node; None: the one that is known, else it is detected.
-        Another topology than before discards what was measured under that one.
-        Raises: ValueError: the topology has another number of ranks.
+        Measurements under a previous, different topology are discarded.
+
+        Args:
+            topology: optional. Which ranks share a node. Defaults to the current topology, or else
+                the topology is detected.
+        Returns:
+            The topology of the group.
+        Raises:
+            ValueError: the topology has a different number of ranks.
         """
         if topology is None:
             topology = self.state.topology or self.detect_topology()
         if topology.size != self.size:
             raise ValueError(
-                f"topology of {topology.size} ranks does not fit {self.name!r} with {self.size}; "
-                "give one node list for all ranks of the group"
+                f"topology of {topology.size} ranks does not fit group {self.name!r} with "
+                f"{self.size} ranks; give a topology of all ranks of the group"
             )
         if topology != self.state.topology:
             self.state.set_topology(topology)
@@ -117,21 +131,27 @@ class RankGroup(ABC):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Ask the ranks on which node they run; collective. Here: all on one node."""
+        """Detect which ranks share a node; collective. This base class assumes one node for all
+        ranks.
+        """
         return Topology.one_node(self.size)
 
     def error(self, text: str) -> CommError:
-        """A `CommError` that begins with rank and group."""
+        """Return a `CommError` with a message that begins with the rank and the group."""
         return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {text}")
 
     def store(self) -> Any:
-        """A key-value store that all ranks share, on its own connection; None: there is none."""
+        """Return a key-value store shared by all ranks, on a separate connection, or None if there
+        is no store.
+        """
         return None
 
     def missing_ranks(self) -> str:
-        """Why a rank gave up, or else the watchdog's report on ranks without heartbeats, for an
-        error message; empty: neither is known.
+        """Return the reason why a rank gave up, or else the watchdog's report on ranks without
+        heartbeats, for an error message.
+
+        The text is empty if neither is known.
         """
         watchdog = self.state.watchdog
-        said = reason() if self.separate else ""
-        return said or (f"; {watchdog.report()}" if watchdog is not None else "")
+        peer_reason = reason() if self.separate else ""
+        return peer_reason or (f"; {watchdog.report()}" if watchdog is not None else "")

@@ -1,9 +1,9 @@
-"""Exchanges in the background: start now, compute, wait later.
+"""Exchanges in the background: start an exchange, compute, and wait for the result later.
 
-gloo: on a tagged view of the group, so that messages do not mix with others'; exchanges that are
-`direct` need no thread, the others share one per group.
-CUDA: a side stream; the host waits for no device.
-Elsewhere (simulated ranks, a group of one) the exchange is complete when `start` returns.
+On gloo an exchange runs on a tagged view of the group, so that its messages do not mix with other
+messages. `direct` exchanges need no thread; all other exchanges of a group share one thread. On
+CUDA an exchange runs on a side stream, and the host does not wait for a device. In simulated groups
+and groups of one rank, the exchange is complete when `start` returns.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass
 class Handle:
-    """An exchange that has been started; made by `start`.
+    """An exchange that has been started by `start`.
 
     Attributes:
-        finish: waits for the rows.
-        result: the rows, once they have been waited for.
+        finish: function that waits for the rows.
+        result: the rows, once `finish` has returned; None before.
     """
 
     finish: Callable[[], Tensor]
     result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The received rows, [sum(recv), ...]; may be called again.
+        """Return the received rows, [sum(recv), ...]. May be called several times.
 
-        Raises: what the exchange raised (`CommError`).
+        Raises:
+            CommError: the exchange failed.
         """
         if self.result is None:
             self.result = self.finish()
@@ -44,13 +45,15 @@ class Handle:
 
 def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Handle:
-    """Begin an all-to-all, without autograd. All ranks start their exchanges in the same order.
+    """Start an all-to-all, without autograd. All ranks start their exchanges in the same order.
 
     Args:
-        algorithm: what it runs for this call is resolved here, in program order; if that may not
-            run in the background, it is complete on return.
-        x: [sum(send), ...], contiguous; must not change until `wait`.
-        send, recv: lengths of the pieces, see `Comm.all_to_all`.
+        comm: the group.
+        algorithm: resolved in this call, in program order. If the resolved exchange cannot run in
+            the background, it is complete on return.
+        x: [sum(send), ...], contiguous; must not change until `wait` returns.
+        send: optional. Lengths of the pieces to each rank, see `Comm.all_to_all`.
+        recv: optional. Lengths of the pieces from each rank, see `Comm.all_to_all`.
     """
     x = x.detach()
     algorithm = algorithm.resolve(comm, x, send, recv)
@@ -65,30 +68,35 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 
 
 class Series:
-    """Exchanges of rows that follow each other, e.g. the pieces of one call's rows.
+    """A sequence of exchanges of rows, such as those of the pieces of one call.
 
-    All ranks put them in by their number, 0 first. On gloo a `direct` exchange needs no thread: at
-    the first `put` the receives of all exchanges are posted, before the first send. So no ready
-    signal waits behind rows, and no round trip lies between one exchange and the next. A peer sends
-    in the order of the ready signals: one that is put in late must not be announced early.
+    All ranks put in the exchanges in the order of their numbers, from 0. On gloo a `direct`
+    exchange needs no thread: at the first `put` the receives of all exchanges are posted, before
+    the first send. Therefore no ready signal waits behind rows, and there is no round trip between
+    one exchange and the next. A peer sends in the order of the ready signals, so an exchange that
+    is put in late must not be announced early.
 
     Args:
-        algorithm: resolved at every `put`, in program order; once, where that is direct.
-        sends, recvs: for every exchange the rows to and from each rank.
-        even: all ranks send each other as many, in each exchange.
+        comm: the group.
+        algorithm: resolved at every `put`, in program order. A direct exchange is resolved only
+            once.
+        sends: for each exchange, the number of rows to each rank.
+        recvs: for each exchange, the number of rows from each rank.
+        even: whether, in each exchange, all ranks send equal numbers of rows to each other.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, sends: Sequence[Sequence[int]],
                  recvs: Sequence[Sequence[int]], even: bool) -> None:
         self.comm, self.algorithm, self.even = comm, algorithm, even
         self.sends, self.recvs = sends, recvs
-        # dropped once sent: autograd is given the buffer, whose node leads back to this object, and
-        # Python's collector does not see that circle: every call's rows would stay
+        # Entries are removed once they are sent. Autograd receives the buffer, whose graph node
+        # refers back to this object. Python's garbage collector cannot see this cycle, so the rows
+        # of every call would stay in memory.
         self.expected: dict[int, _Expected] | None = None
         self.posted: dict[int, Handle] = {}
 
     def put(self, number: int, x: Tensor) -> None:
-        """Begin exchange `number` with rows x [sum(sends[number]), ...], see `start`."""
+        """Start exchange `number` with the rows x [sum(sends[number]), ...], see `start`."""
         x = x.detach()
         splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
         algorithm = self.algorithm
@@ -104,12 +112,12 @@ class Series:
             self.posted[number] = start(self.comm, algorithm, x, *splits)
 
     def take(self, number: int) -> Tensor:
-        """The rows of an exchange, waited for; once."""
+        """Wait for exchange `number` and return its rows. May be called once per exchange."""
         return self.posted.pop(number).wait()
 
 
 class _Expected:
-    """One direct exchange whose receives are posted, and whose sends are not."""
+    """A direct exchange with posted receives and no sends yet."""
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name
@@ -135,14 +143,15 @@ class _Expected:
         return Handle(finish)
 
 
-@torch.no_grad()  # a new thread begins with autograd on
+@torch.no_grad()  # autograd is enabled in every new thread
 def _without_autograd(algorithm: Exchange, comm: Comm, x: Tensor, send: Sequence[int] | None,
                       recv: Sequence[int] | None) -> Tensor:
     return algorithm(comm, x, send, recv)
 
 
 def _worker(comm: Comm) -> ThreadPoolExecutor:
-    # one thread: exchanges of a group share its links, so that several at once are not faster
+    # One thread suffices: the exchanges of a group share its links, so running several at once is
+    # not faster.
     if comm.state.worker is None:
         comm.state.worker = ThreadPoolExecutor(1, thread_name_prefix="all-to-all")
     return comm.state.worker
@@ -151,12 +160,12 @@ def _worker(comm: Comm) -> ThreadPoolExecutor:
 def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None,
                     recv: Sequence[int] | None) -> Handle:
     if comm.state.stream is None:
-        # first in the queue for processors: the products beside it have more programs than run
-        # at once
+        # High priority: the matrix products running at the same time have more thread blocks than
+        # fit on the GPU at once, and would delay the exchange.
         comm.state.stream = torch.cuda.Stream(x.device, priority=-1)
     side = comm.state.stream
     side.wait_stream(torch.cuda.current_stream(x.device))
-    x.record_stream(side)  # first: an exchange that fails may have begun to read it
+    x.record_stream(side)  # before the exchange, because a failing exchange may already read x
     with torch.cuda.stream(side):
         out = algorithm(comm, x, send, recv)
     done = side.record_event()

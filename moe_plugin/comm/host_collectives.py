@@ -1,6 +1,4 @@
-"""A host's own collectives, named where they fail: they go through a `Comm`, as the layer's do, or
-run inside its `error_context`.
-"""
+"""Collectives that a host runs itself, with errors that name the failed collective."""
 
 from __future__ import annotations
 
@@ -15,9 +13,12 @@ from moe_plugin.comm.base import Comm
 
 
 def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
-    """The `Comm` of a host's process group; None: of all ranks.
+    """Return the `Comm` for a host's process group.
 
-    timeout_s: how long a collective may take, where the group itself allows as much.
+    Args:
+        group: optional. The process group. Defaults to the group of all ranks.
+        timeout_s: seconds that a collective may take; the process group's own timeout applies as
+            well.
     """
     size = dist.get_world_size(group)
     return LocalComm() if size == 1 else TorchComm(group, timeout_s)
@@ -25,18 +26,17 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
 @contextmanager
 def named(what: str, group: Any = None) -> Iterator[None]:
-    """Raise a failure inside as a `CommError` that names rank, group and collective.
-
-    Costs nothing where nothing fails.
+    """Raise a failure inside the block as a `CommError` that names the rank, the group and the
+    collective.
 
     Args:
-        what: the collective and what it is for, e.g. "all_reduce of the gradient norm".
-        group: process group; None: the default group.
+        what: the collective and its purpose, such as "all_reduce of the gradient norm".
+        group: optional. The process group. Defaults to the default group.
     """
     try:
         yield
     except RuntimeError as error:
-        if not dist.is_initialized():  # ranks are still meeting: there is no group to name
+        if not dist.is_initialized():  # initialization itself failed, so there is no group to name
             raise
         with comm_of(group).error_context(lambda: what):
             raise error
@@ -44,16 +44,15 @@ def named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def collectives_named(what: str, group: Any = None) -> Iterator[None]:
-    """As `named`, around code that does other things as well: only what torch's process groups
-    raise is named, such as a lost connection of the reductions that DistributedDataParallel starts
-    within backward.
+    """Name failed collectives as `named` does, around code that also does other work.
 
-    Args: see `named`.
+    Only errors of torch's process groups are renamed, such as a lost connection in a reduction that
+    DistributedDataParallel starts within backward. Arguments are the same as in `named`.
     """
     try:
         yield
     except RuntimeError as error:
-        # gloo's errors have no class of their own; they begin with the file that they come from
+        # gloo raises plain RuntimeErrors, which can be recognized by the source path in the message
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         with named(what, group):
@@ -62,29 +61,30 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def refused_together(what: str, group: Any = None) -> Iterator[None]:
-    """A `ValueError` of any rank inside is raised on all ranks. Collective.
+    """Raise a `ValueError` of any rank inside the block on all ranks. Collective.
 
     Args:
-        what: the check in words, for the message of a collective that fails.
-        group: process group; None: the default group.
+        what: description of the check, for the message if the collective fails.
+        group: optional. The process group. Defaults to the default group.
     """
-    said = ""
+    own_refusal = ""
     try:
         yield
     except ValueError as error:
-        said = str(error)
-    for refusal in filter(None, gather_objects(said, what, group)):
+        own_refusal = str(error)
+    for refusal in filter(None, gather_objects(own_refusal, what, group)):
         raise ValueError(refusal)
 
 
 def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
-    """The values of all ranks of a group, in rank order. Collective.
+    """Return the values of all ranks of a group, in rank order. Collective.
 
     Args:
-        value: of this rank; must pickle.
-        what: the values in words, for the message.
-        group: process group; None: the default group.
-    Raises: CommError: the collective failed or timed out.
+        value: this rank's value; must be picklable.
+        what: description of the values, for error messages.
+        group: optional. The process group. Defaults to the default group.
+    Raises:
+        CommError: the collective failed or timed out.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with named(f"all_gather of {what}", group):

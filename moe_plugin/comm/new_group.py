@@ -1,11 +1,11 @@
-"""A process group of some ranks, made by these ranks alone.
+"""Creation of a process group by its own ranks, without the other ranks of the job.
 
-`torch.distributed.new_group` makes groups in two ways, and neither serves here. The usual one is
-collective over the whole job, but the rest of the job may not know this group and would never
-answer. The local one (`use_local_synchronization`) derives the group's name from the number of
-groups that the rank has: ranks that made different numbers of groups before wait for each other
-under different names. Here the name comes from the ranks and from how many groups of exactly these
-ranks were made, which all of them know alike.
+`torch.distributed.new_group` offers two ways to create groups, and neither works here. The default
+is collective over the whole job, but other ranks may not know about the group and would never
+answer. The local way (`use_local_synchronization`) derives the group's name from the number of
+groups that the rank has created; ranks that created different numbers of groups would wait for each
+other under different names. This module derives the name from the ranks and from the number of
+groups created for exactly these ranks, which is the same on all of them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-_SAID = os.strerror(errno.EMFILE)  # in errors of gloo, which have no number
+_SAID = os.strerror(errno.EMFILE)  # gloo's errors contain only this text, not the error number
 
 
 def too_many(error: BaseException) -> str:
-    """The limit, what is needed and the remedy; empty: the error has another cause."""
+    """Return the limit on open files, the number needed and the remedy if `error` was caused by the
+    limit, else an empty text.
+    """
     if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE) and (
             _SAID not in str(error)):
         return ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
     return (f"this process may open {soft} files at once (`ulimit -n`, up to {most} here), which "
-            "is too few for its connections: a rank of two in Megatron needs about 160, one of "
-            "more ranks needs more. Run `ulimit -n 4096` in the shell that starts the ranks")
+            "is too few for its connections. In Megatron, each of two ranks needs about 160; "
+            "more ranks need more. Run `ulimit -n 4096` in the shell that starts the ranks")
 
 
 if dist.is_available():
@@ -41,15 +43,19 @@ if dist.is_available():
 
 def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple[int, ...], int],
                timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """A new group. All its ranks call it, in the same order, no other.
+    """Create a process group. All ranks of the group, and no other ranks, call this function in the
+    same order.
 
     Args:
-        parent: an existing group that has these ranks.
-        ranks: of the job, this one among them, in any order; the group has them in rising order.
-        made: how many groups were made of which ranks in this job; counted on.
-        timeout: of the group's collectives.
-        backend: None: that of `parent`.
-    Raises: RuntimeError: from the backend, which connects gloo's ranks here.
+        parent: existing group that contains these ranks.
+        ranks: ranks in the job, including this rank, in any order. The group contains them in
+            ascending order.
+        made: number of groups created so far for each set of ranks in this job. Updated by this
+            call.
+        timeout: timeout of the group's collectives.
+        backend: optional. Defaults to the backend of `parent`.
+    Raises:
+        RuntimeError: the backend failed, for example while connecting gloo's ranks.
     """
     ranks = sorted(ranks)
     key = tuple(ranks)
@@ -67,10 +73,10 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """Groups made inside are not split off the default group.
+    """Prevent groups created inside the block from being split off the default group.
 
-    Where that group is bound to a device (`init_process_group(device_id=...)`), torch would make
-    an NCCL group by `ncclCommSplit`, in which all ranks of the job must take part.
+    If the default group is bound to a device (`init_process_group(device_id=...)`), torch creates
+    an NCCL group with `ncclCommSplit`, in which all ranks of the job must take part.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id

@@ -1,4 +1,5 @@
-"""How a tensor goes from the layout of some ranks to that of others: `planner.resharding`."""
+"""Transfer of a tensor from one layout over ranks to another, as planned by `planner.resharding`.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +12,23 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.planner.resharding import Hop, Slice, TensorLayout, relays, unique_slices
 
-DEPTHS = 64  # tags of one resharding: more nodes in a chain than a job has
+DEPTHS = 64  # tags of one resharding; a job has fewer nodes in a relay chain
 
 
 class Resharding:
-    """Moves tensors from one layout over ranks of a group to another one.
+    """A plan that moves tensors from one layout over the ranks of a group to another layout.
 
-    All ranks of the group make it, in the same order. On gloo only ranks with a part in a layout
-    need take part in a move, and several moves may be under way: they end in the order in which
-    they began. Elsewhere all ranks meet in `TensorMove.end`.
+    All ranks of the group create the plan, in the same order. On gloo only ranks with a part in
+    either layout need to take part in a move, and several moves may be in progress; they complete
+    in the order in which they started. On other backends all ranks meet in `TensorMove.end`.
 
     Args:
-        comm: the group; the layouts' devices are its ranks.
-        source, target: where the tensor is before and after.
-        nodes: by rank, the node that it is on; None: as the group's topology says.
-    Raises: ValueError: see `planner.resharding.unique_slices`.
+        comm: the group; the devices of the layouts are its ranks.
+        source: layout before the move.
+        target: layout after the move.
+        nodes: optional. For each rank, its node. Defaults to the group's topology.
+    Raises:
+        ValueError: the layouts do not match, see `planner.resharding.unique_slices`.
     """
 
     def __init__(self, comm: Comm, source: TensorLayout, target: TensorLayout,
@@ -37,33 +40,35 @@ class Resharding:
         self.rounds = 1 + max((hop.depth for hop in hops), default=0)
         self.sent = [hop for hop in hops if hop.sender == comm.rank]
         self.received = [hop for hop in hops if hop.receiver == comm.rank]
-        self.kept = [each for each in self.slices if comm.rank in each.keepers]
+        self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Begin a move: what this rank stores is sent, what it needs is expected.
+        """Start a move: send the parts that this rank stores, and post receives for the parts that
+        it needs.
 
         Args:
-            x: of the shape of this rank's box in the source layout, not to be changed until the
-                end; None where it stores nothing.
-            dtype: of the tensor.
-        Raises: ValueError: `x` has another shape or dtype.
+            x: tensor with the shape of this rank's box in the source layout; must not change until
+                the move ends; None if the rank stores nothing in the source layout.
+            dtype: dtype of the tensor.
+        Raises:
+            ValueError: `x` has a different shape or dtype.
         """
         shape = None if self.source is None else tuple(stop - first for first, stop in self.source)
         given = None if x is None else tuple(x.shape)
         if given != shape or (x is not None and x.dtype != dtype):
             raise ValueError(f"rank {self.comm.rank} stores a tensor of shape {shape} and {dtype} "
-                             f"in the source layout: must be given, not one of shape {given}"
-                             f"{'' if x is None else f' and {x.dtype}'}")
+                             f"in the source layout, but got a tensor of shape {given}"
+                             f"{'' if x is None else f' and {x.dtype}'}; pass this rank's part")
         return (_Posted if self.comm.receive_first else _InRounds)(
             self, None if x is None else x.detach(), dtype)
 
     def __call__(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """A move at once; see `start` and `TensorMove.end`."""
+        """Move a tensor immediately; see `start` and `TensorMove.end`."""
         return self.start(x, dtype).end()
 
 
 class TensorMove(ABC):
-    """A tensor under way, see `Resharding`."""
+    """A move of one tensor in progress, see `Resharding`."""
 
     def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
         self.plan, self.x = plan, x
@@ -75,16 +80,18 @@ class TensorMove(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """What is done at once."""
+        """Start the messages that can be sent immediately."""
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait for the rest, and relay."""
+        """Wait for the remaining messages, and relay parts to other ranks."""
 
     def end(self) -> Tensor | None:
-        """Wait for what this rank needs and sends, and relay what others need.
+        """Wait for the parts that this rank receives and sends, and relay parts that other ranks
+        need.
 
-        Returns: what it stores after, None where it stores nothing.
+        Returns:
+            This rank's part of the target layout, or None if it stores nothing there.
         """
         self.arrive()
         plan = self.plan
@@ -95,16 +102,18 @@ class TensorMove(ABC):
         parts: dict[int, list[tuple[int, int]]] = {}
         for hop in plan.received:
             parts.setdefault(hop.slice, []).append(hop.part)
-        for index, found in parts.items():
-            each = plan.slices[index]
-            whole = torch.cat([self.buffers[index, part] for part in sorted(found)])
-            made[each.within(plan.target)] = whole.view([b - a for a, b in each.box])
-        for each in plan.kept:
-            made[each.within(plan.target)] = self._stored(each)
+        for index, spans in parts.items():
+            piece = plan.slices[index]
+            whole = torch.cat([self.buffers[index, part] for part in sorted(spans)])
+            made[piece.within(plan.target)] = whole.view([b - a for a, b in piece.box])
+        for piece in plan.kept:
+            made[piece.within(plan.target)] = self._stored(piece)
         return made
 
     def part(self, hop: Hop) -> Tensor:
-        """What this rank sends by a hop, contiguous: its own, or what it got."""
+        """Return the contiguous part that this rank sends in a hop: its own data, or data that it
+        received before.
+        """
         if hop.depth:
             return self.buffers[_key(hop)]
         if hop.slice not in self._flat:
@@ -118,7 +127,8 @@ class TensorMove(ABC):
 
 
 class _Posted(TensorMove):
-    """gloo: all receives are posted at once; a part goes on as soon as it is there."""
+    """A move on gloo: all receives are posted at once, and a part is relayed as soon as it arrives.
+    """
 
     def begin(self) -> None:
         self._arrivals = [self._at(hop).post([], [(hop.sender, self.buffers[_key(hop)])])
@@ -141,13 +151,16 @@ class _Posted(TensorMove):
         self._sends += [self._at(hop).post([(hop.receiver, self.part(hop))], []) for hop in hops]
 
     def _at(self, hop: Hop) -> Comm:
-        # messages between two ranks meet in the order in which they are posted, which is the same
-        # on both for hops of one depth: each depth has its tag
+        # Messages between two ranks with the same tag are matched in the order in which they are
+        # posted. Both ranks post the hops of one depth in the same order, but not hops of different
+        # depths, so each depth has a separate tag.
         return self.plan.comm.with_tag(self.plan.comm.tag + hop.depth)
 
 
 class _InRounds(TensorMove):
-    """Elsewhere: one round of messages for each depth, in which all ranks of the group meet."""
+    """A move on other backends: one round of messages per depth, in which all ranks of the group
+    take part.
+    """
 
     def begin(self) -> None:
         pass

@@ -1,8 +1,9 @@
-"""`Comm` with all ranks in one process: one thread per rank, a rendezvous instead of a network.
+"""`SimulatedComm`: a group with all ranks in one process, one thread per rank.
 
-The all-to-all algorithms run on it unchanged, autograd included (on CPU, a thread's `backward()`
-runs in that thread). It counts messages and bytes, so that tests can compare algorithms with their
-formulas, and charges simulated time where it has a clock. A rank that fails ends all others.
+The all-to-all algorithms run unchanged, including autograd (on CPU a thread's `backward()` runs in
+that thread). Messages and bytes are counted, so that tests can compare algorithms with their
+formulas. If the group has a clock, messages advance the simulated time. If one rank fails, all
+other ranks end.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """What all ranks sent: messages and bytes by (source, destination), collectives by name.
+    """Traffic of all ranks: messages and bytes by (source, destination), and collectives by name.
 
-    Ranks are those of the whole world. Empty pieces do not count.
+    Ranks are ranks of the whole world. Empty pieces are not counted.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -34,17 +35,19 @@ class Traffic:
     collectives: dict[str, int] = field(default_factory=dict)
 
     def add(self, source: int, target: int, size: int) -> None:
-        """Count one message."""
+        """Count one message of `size` bytes. Empty messages and messages to the same rank are
+        ignored.
+        """
         if source != target and size:
             self.messages[source, target] = self.messages.get((source, target), 0) + 1
             self.bytes[source, target] = self.bytes.get((source, target), 0) + size
 
     def between(self, topology: Topology, what: str = "messages") -> int:
-        """Sum of `messages` or `bytes` that went from one node to another."""
+        """Return the sum of `messages` or `bytes` sent from one node to another."""
         return self._sum(what, lambda s, t: not topology.same_node(s, t))
 
     def inside(self, topology: Topology, what: str = "messages") -> int:
-        """Sum of `messages` or `bytes` that stayed on a node."""
+        """Return the sum of `messages` or `bytes` sent within nodes."""
         return self._sum(what, topology.same_node)
 
     def _sum(self, what: str, wanted: Callable[[int, int], bool]) -> int:
@@ -56,16 +59,18 @@ Sent = Sequence[tuple[int, int]]
 
 
 class MessageClock(Protocol):
-    """Simulated time of the messages of a group."""
+    """A clock that charges simulated time for the messages of a group."""
 
     topology: Topology
 
     def charge(self, sent: Mapping[int, Sent]) -> None:
-        """One round of messages, by sending rank: (destination rank, bytes) in sending order."""
+        """Charge one round of messages: for each sending rank, (destination rank, bytes) in sending
+        order.
+        """
 
 
 class _Board:
-    """Meeting point of one group: every rank posts a value, all see all values."""
+    """The meeting point of one group: every rank posts a value, and all ranks see all values."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.slots: list[Any] = [None] * size
@@ -75,7 +80,7 @@ class _Board:
 
 
 class SimulatedComm(Comm):
-    """One rank of a simulated group. Made by `run_simulated`."""
+    """One rank of a simulated group, created by `run_simulated`."""
 
     def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic,
                  timeout_s: float, topology: Topology, clock: MessageClock | None = None) -> None:
@@ -85,15 +90,20 @@ class SimulatedComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """See `Comm`. Raises: CommError: peers sent other lengths than `recv`."""
+        """Exchange pieces, see `Comm.all_to_all`.
+
+        Raises:
+            CommError: peers sent other numbers of rows than `recv`.
+        """
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
         recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
-        mine = list(x.detach().split(send))
-        posted = self._meet("all_to_all", mine, self._count(enumerate(mine)))
+        pieces = list(x.detach().split(send))
+        posted = self._meet("all_to_all", pieces, self._count(enumerate(pieces)))
         got = [row[self.rank] for row in posted]
         if [g.shape[0] for g in got] != recv:
             raise self.error(
-                f"all_to_all expected {recv} rows, peers sent {[g.shape[0] for g in got]}")
+                f"all_to_all expected {recv} rows, but the peers sent "
+                f"{[g.shape[0] for g in got]}")
         return torch.cat(got)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
@@ -101,26 +111,30 @@ class SimulatedComm(Comm):
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm`; x: [n, ...] to [size * n, ...]."""
+        """Gather tensors, see `Comm.all_gather`; x: [n, ...] to [size * n, ...]."""
         sent = self._count((peer, x) for peer in range(self.size))
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm`; x: [size * n, ...] to [n, ...]."""
+        """Sum and scatter tensors, see `Comm.reduce_scatter`; x: [size * n, ...] to [n, ...]."""
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
-        mine = list(x.detach().split(length)) if length else [x.detach()] * self.size
-        posted = self._meet("reduce_scatter", mine, self._count(enumerate(mine)))
+        pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
+        posted = self._meet("reduce_scatter", pieces, self._count(enumerate(pieces)))
         return torch.stack([row[self.rank] for row in posted]).sum(0)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return self._meet("broadcast", x.detach())[root].clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm`; all ranks meet. Raises: CommError: a message is missing, unread or wrong."""
+        """Exchange messages, see `Comm.send_receive`. All ranks meet.
+
+        Raises:
+            CommError: a message is missing, not received, or has the wrong size or dtype.
+        """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
-            raise ValueError("send_receive takes contiguous tensors only")
-        mine = [(peer, x.detach().clone()) for peer, x in sends]
-        posted = self._meet("send_receive", mine, self._count(sends), copy=False)
+            raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
+        messages = [(peer, x.detach().clone()) for peer, x in sends]
+        posted = self._meet("send_receive", messages, self._count(sends), copy=False)
         queues = {
             peer: [x for target, x in posted[peer] if target == self.rank]
             for peer in range(self.size)
@@ -134,7 +148,7 @@ class SimulatedComm(Comm):
             buffer.copy_(sent.view(buffer.shape))
         left = {peer: len(queue) for peer, queue in queues.items() if queue}
         if left:
-            raise self.error(f"send_receive left messages unread, by sender: {left}")
+            raise self.error(f"send_receive left messages unread; number by sender: {left}")
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
         key = tuple(ranks)
@@ -150,7 +164,9 @@ class SimulatedComm(Comm):
         self._meet("barrier", None)
 
     def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:
-        """Returns (rank of the world, bytes) of each message, in the order of sending."""
+        """Count messages. Returns (rank in the world, bytes) of each message, in the order of
+        sending.
+        """
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
         self.counters.sent(len(real), sum(size for _, size in real))
@@ -178,7 +194,7 @@ class SimulatedComm(Comm):
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
-        """Called once per collective, while all ranks wait."""
+        """Record one collective. Called once per collective, on rank 0, while all ranks wait."""
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
             if self.clock is not None:
@@ -189,16 +205,19 @@ class SimulatedComm(Comm):
 def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
                   traffic: Traffic | None = None, topology: Topology | None = None,
                   clock: MessageClock | None = None) -> list[Result]:
-    """Run `fn(comm)` as `size` ranks, one thread each, and return the results in rank order.
+    """Run `fn(comm)` on `size` ranks, one thread each, and return the results in rank order.
 
-    The first failure is raised; the other ranks are woken and ended. Threads share torch's global
-    random generator, so ranks that must draw the same numbers need their own generators.
+    The first failure is raised, and all other ranks end. Threads share torch's global random
+    generator, so ranks that must draw the same numbers need separate generators.
 
     Args:
-        timeout_s: seconds that a rank waits for the others in a collective.
-        traffic: where messages are counted; None: they are not reported.
-        topology: where the ranks are; None: that of the clock, or all on one node.
-        clock: charged for every message.
+        size: number of ranks.
+        fn: function that each rank runs.
+        timeout_s: seconds that a rank waits for other ranks in a collective.
+        traffic: optional. Object that counts the messages of all ranks.
+        topology: optional. Which ranks share a node. Defaults to the clock's topology, or all ranks
+            on one node.
+        clock: optional. Clock that is charged for every message.
     """
     traffic = traffic or Traffic()
     topology = topology or (clock.topology if clock else Topology.one_node(size))
@@ -210,7 +229,7 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
         try:
             comm = SimulatedComm(board, range(size), rank, traffic, timeout_s, topology, clock)
             results[rank] = fn(comm)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller below
             errors.append(error)
             _abort(board)
 

@@ -1,5 +1,5 @@
-"""What is known of one group of ranks for as long as it exists (`GroupState`), and what a rank
-sends in it.
+"""State of a group of ranks that exists as long as the group (`GroupState`), and counters of the
+traffic of a rank (`Counters`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from moe_plugin.comm.watchdog import TimeoutWatch, Watchdog
 
 @dataclass
 class Counters:
-    """What this rank sent to other ranks through one `Comm`, its views and its subgroups.
+    """Traffic from this rank to other ranks through one `Comm`, its views and its subgroups.
 
     Attributes:
-        bytes, messages: totals.
-        exchanges: number of all-to-alls by the algorithm that ran, which is `linear` where a
-            hierarchical one falls back to it.
-        rows: of this rank's tokens, those to itself too, where the host knows how many are sent;
-            where it does not, the slots that they have.
-        rows_between: of them those to other nodes.
+        bytes: total bytes sent.
+        messages: total number of messages.
+        exchanges: number of all-to-alls by the algorithm that ran. This is `linear` if a
+            hierarchical algorithm fell back to it.
+        rows: number of rows of this rank's tokens that were sent, including rows to this rank
+            itself. If the host does not know the number of rows, the number of slots is counted.
+        rows_between: how many of these rows were sent to other nodes.
     """
 
     bytes: int = 0
@@ -37,27 +38,36 @@ class Counters:
     exchanges: dict[str, int] = field(default_factory=dict)
 
     def exchange(self, algorithm: str) -> None:
-        """An all-to-all by this algorithm runs."""
+        """Count one all-to-all with the given algorithm."""
         self.exchanges[algorithm] = self.exchanges.get(algorithm, 0) + 1
 
     def send_rows(self, by_rank: Sequence[int], topology: Topology, rank: int) -> None:
-        """So many rows of this rank's tokens go to each rank."""
+        """Count rows of this rank's tokens.
+
+        Args:
+            by_rank: number of rows sent to each rank.
+            topology: topology of the group.
+            rank: this rank.
+        """
         rows = sum(by_rank)
         self.rows += rows
         if len(topology.nodes) > 1:
             self.rows_between += rows - sum(by_rank[peer] for peer in topology.peers(rank))
 
     def sent(self, messages: int, size: int) -> None:
-        """So many messages of `size` bytes together leave this rank."""
+        """Count `messages` messages with `size` bytes in total."""
         self.messages += messages
         self.bytes += size
 
 
 class TrafficMeter:
-    """Counts what this rank sends to other ranks of a group from now on.
+    """Measures the traffic from this rank to other ranks of a group since the meter was created.
 
-    counters: of the group. Under `torch.compile` it counts nothing: a graph has no numbers that
+    Under `torch.compile` nothing is counted, because a compiled graph cannot contain numbers that
     change with every call.
+
+    Args:
+        counters: counters of the group.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -65,16 +75,16 @@ class TrafficMeter:
         self._before = replace(self._counters, exchanges=dict(self._counters.exchanges))
 
     def hold(self) -> None:
-        """Leave out what is sent until `go_on`."""
+        """Stop counting until `go_on` is called."""
         self._held = self.sent()
 
     def go_on(self) -> None:
-        """Count again."""
+        """Resume counting."""
         self._before = self._held
-        self._before = self.sent()  # what was sent before, and while nothing was counted
+        self._before = self.sent()  # excludes traffic sent while counting was stopped
 
     def sent(self) -> Counters:
-        """What was sent since; of algorithms those that ran."""
+        """Return the counted traffic. `exchanges` contains only the algorithms that ran."""
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
             if count > before.exchanges.get(name, 0):
@@ -84,39 +94,41 @@ class TrafficMeter:
 
 
 T = TypeVar("T")
-# torch's largest, so that no tag comes again in a job: where a pass raised, a receive with its tag
-# may hang
+# The largest tag that torch allows, so that no tag is used twice in a job. After a failed pass, a
+# receive with an old tag may still be pending.
 MAX_TAG = (1 << 31) - 1
 
 
 @dataclass
 class GroupState:
-    """Found out or made once for a group and used by all its layers.
+    """State that is created once for a group and used by all its layers.
 
-    All `Comm` objects over one process group share one `GroupState`, and so do their tagged views.
+    All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
 
     Attributes:
-        topology: which ranks share a node; set by `Comm.prepare`, None before. Hierarchical
-            exchanges, routers that prefer near experts and cost models depend on it.
-        watchdog: sends heartbeats, so that an error can name the missing ranks; None: not asked
-            for.
-        worker: the thread that runs exchanges in the background; made at the first one.
-        stream: the CUDA stream for the same purpose.
-        timeout_watch: watches NCCL's collectives where the group waits longer than the layer
-            may; None: not needed.
-        connected: whether all ranks have met in a collective since the group was prepared, on
-            NCCL.
-        started: the last collectives in words, where they may fail after they have returned.
-        last_tag: of the last exchange in the background; all ranks count alike.
-        abandoned: what a backend may still use of messages that are not waited for, because
-            something raised: until when it is kept, and the parts, by a number.
-        hosts: see `Comm.hosts`; None: not used so far, or the group itself.
-        subgroups: by their ranks, the subgroups that this rank is in. To make one is collective
-            and costs connections.
-        groups_made: in the state of the default group: by ranks, how many groups of them were
-            made.
-        collects_for: for each rank of this node, the destination ranks whose rows it collects
-            in the 2DH all-to-all under this topology.
+        topology: which ranks share a node; None until `Comm.prepare` is called. Hierarchical
+            exchanges, routers that prefer near experts, and cost models depend on the topology.
+        watchdog: sends heartbeats, so that an error can name the missing ranks; None if no watchdog
+            was requested.
+        worker: thread that runs exchanges in the background, created for the first exchange.
+        stream: CUDA stream that runs exchanges in the background.
+        timeout_watch: watches NCCL's collectives if the process group's timeout is longer than the
+            layer's timeout; None if not needed.
+        connected: whether all ranks have met in a collective since the group was prepared (NCCL).
+        started: descriptions of the last collectives, if collectives may fail after they have
+            returned.
+        last_tag: tag of the last exchange in the background. All ranks count tags in the same
+            order.
+        abandoned: objects that a backend may still use for messages that are no longer waited for,
+            because of an error: time until which they are kept, and the objects, by a number.
+        hosts: see `Comm.hosts`; None if it is unused so far, or the group itself serves this
+            purpose.
+        subgroups: subgroups that contain this rank, by their ranks. Creating a subgroup is
+            collective and costs connections.
+        groups_made: in the state of the default group, the number of groups created for each set of
+            ranks.
+        collects_for: for each rank of this node, the destination ranks whose rows it collects in
+            the 2DH all-to-all under this topology.
     """
 
     topology: Topology | None = None
@@ -128,48 +140,51 @@ class GroupState:
     started: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     last_tag: int = 0
     abandoned: dict[int, tuple[float, Any]] = field(default_factory=dict)
-    hosts: Any = None  # it and the next hold groups, which are made of this
+    # `Any`, because `hosts` and `subgroups` contain groups, which refer to this class
+    hosts: Any = None
     subgroups: dict[range, Any] = field(default_factory=dict)
     groups_made: dict[tuple[int, ...], int] = field(default_factory=dict)
     collects_for: dict[int, list[int]] | None = None
     _by_class: dict[type, Any] = field(default_factory=dict)
 
     def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """The object of class `kind` that a higher room keeps with the group.
+        """Return the object of class `kind` that another part of the package stores with the group.
 
-        It is made at the first use, by `make` or `kind()`, and dropped when the topology changes.
+        The object is created on first use, by `make` or `kind()`, and discarded when the topology
+        changes.
         """
         if kind not in self._by_class:
             self._by_class[kind] = (make or kind)()
         return self._by_class[kind]
 
     def set_topology(self, topology: Topology) -> None:
-        """Set another topology and drop what was measured and planned under the previous one."""
+        """Set a new topology, and discard measurements and plans made under the previous one."""
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 
     def next_tag(self, count: int = 1) -> int:
-        """A tag for an exchange in the background, 1 to `MAX_TAG`; of `count` the first.
+        """Return the first of `count` new tags for exchanges in the background, from 1 to
+        `MAX_TAG`.
 
-        All ranks draw them in the same order.
+        All ranks request tags in the same order.
         """
         first = self.last_tag + 1 if self.last_tag + count <= MAX_TAG else 1
         self.last_tag = first + count - 1
         return first
 
     def keep_abandoned(self, seconds: float, *parts: Any) -> None:
-        """Keep parts of messages for `seconds`, in which the peers send and receive, or fail.
+        """Keep parts of messages alive for `seconds`, until the peers have completed or failed.
 
-        Objects may call it at their end, in any thread.
+        Destructors may call this method, in any thread.
         """
         self.abandoned[id(parts)] = time.monotonic() + seconds, parts
 
     def release_abandoned(self) -> None:
-        """Drop what was kept for long enough."""
+        """Release parts of messages whose time has passed."""
         for number, (until, _) in list(self.abandoned.items()):
             if until < time.monotonic():
                 self.abandoned.pop(number, None)
 
     def __reduce__(self) -> tuple[type[GroupState], tuple[Topology | None]]:
-        # a copy of a model or its pickle: threads, streams and measurements stay here
+        # copies and pickles of a model do not include threads, streams and measurements
         return type(self), (self.topology,)

@@ -12,17 +12,19 @@ from typing import Any
 
 from moe_plugin.utils.messages import short
 
-# variables in which launchers tell a process the index of its node (torchrun, Slurm)
+# environment variables in which launchers pass the index of the node (torchrun, Slurm)
 _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """The launcher's node index, if it sets one, and the host name.
+    """Return the launcher's node index, if set, and the host name.
 
-    Two processes share a node where both are equal: containers on different hosts may have the same
-    host name, and a launcher may start several agents on one host, which count as nodes.
+    Two processes share a node if both are equal. The index is needed because containers on
+    different hosts may have the same host name. A launcher may also start several agents on one
+    host, which count as separate nodes.
 
-    environment: of the process; None: `os.environ`.
+    Args:
+        environment: optional. Environment variables of the process. Defaults to `os.environ`.
     """
     environment = os.environ if environment is None else environment
     index = next((f"{name}={environment[name]}" for name in _NODE_INDEX if name in environment), "")
@@ -30,22 +32,23 @@ def node_name(environment: Mapping[str, str] | None = None) -> str:
 
 
 def node_key(size: int) -> bytes:
-    """A digest of the node's name, `size` bytes long."""
+    """Return a digest of the node's name, `size` bytes long."""
     return hashlib.sha256(node_name().encode()).digest()[:size]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of a group of ranks.
+    """The nodes of a group of ranks.
 
-    Ranks need not be numbered node by node, and nodes need not be equal.
+    Ranks need not be numbered node by node, and nodes may have different numbers of ranks.
 
     Attributes:
-        nodes: for each node the ranks (indices in the group) on it, ascending; nodes in order of
-            their first rank.
-        nics: network cards per node.
-        source: where this came from, for messages.
-    Raises: ValueError: a rank is missing or twice, a node is empty, or nics < 1.
+        nodes: for each node, the ranks (indices in the group) on the node in ascending order. Nodes
+            are in the order of their first rank.
+        nics: number of network cards per node.
+        source: where the topology comes from, for messages.
+    Raises:
+        ValueError: a rank is missing or appears twice, a node is empty, or nics < 1.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -57,26 +60,28 @@ class Topology:
         ranks = sorted(rank for node in nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))) or not all(nodes):
             raise ValueError(
-                f"topology nodes={short(self.nodes)} must hold each rank 0..n-1 exactly once and "
-                "no empty node; list the ranks node by node")
+                f"topology nodes={short(self.nodes)} must contain each rank 0..n-1 exactly once "
+                "and no empty node; list the ranks node by node")
         if self.nics < 1:
             raise ValueError(
-                f"topology nics={self.nics} must be >= 1; give the number of network cards of a "
+                f"topology nics={self.nics} must be >= 1; give the number of network cards per "
                 "node"
             )
         object.__setattr__(self, "nodes", nodes)
 
     @classmethod
     def one_node(cls, size: int) -> Topology:
-        """All ranks on one node."""
+        """Create a topology with all ranks on one node."""
         return cls((tuple(range(size)),), source="one node")
 
     @classmethod
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
-        """Nodes of `per_node` ranks in rank order; the last one has the remaining ranks."""
+        """Create nodes of `per_node` ranks each, in rank order. The last node has the remaining
+        ranks.
+        """
         if per_node < 1:
             raise ValueError(
-                f"ranks per node={per_node} must be >= 1; give the number of ranks of a node")
+                f"ranks per node={per_node} must be >= 1; give the number of ranks on each node")
         nodes = tuple(
             tuple(range(start, min(start + per_node, size))) for start in range(0, size, per_node))
         return cls(nodes, nics, source)
@@ -84,7 +89,8 @@ class Topology:
     @classmethod
     def from_keys(cls, keys: Sequence[Hashable], nics: int = 1,
                   source: str = "detected") -> Topology:
-        """Ranks with equal keys (host names, say) share a node."""
+        """Create a topology in which ranks with equal keys (for example host names) share a node.
+        """
         nodes: dict[Any, list[int]] = {}
         for rank, key in enumerate(keys):
             nodes.setdefault(key, []).append(rank)
@@ -97,13 +103,13 @@ class Topology:
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """For each rank the index of its node."""
+        """For each rank, the index of its node."""
         where = {rank: index for index, node in enumerate(self.nodes) for rank in node}
         return tuple(where[rank] for rank in range(self.size))
 
     @cached_property
     def local_of(self) -> tuple[int, ...]:
-        """For each rank its local rank on its node."""
+        """For each rank, its local rank on its node."""
         where = {rank: local for node in self.nodes for local, rank in enumerate(node)}
         return tuple(where[rank] for rank in range(self.size))
 
@@ -114,33 +120,36 @@ class Topology:
 
     @cached_property
     def two_steps(self) -> bool:
-        """Whether collectives in two steps can be faster: several equal nodes of several ranks."""
+        """Whether collectives in two steps can be faster: there are several equal nodes with
+        several ranks each.
+        """
         return self.uniform_nodes and self.why_flat() is None
 
     @cached_property
     def node_major(self) -> bool:
-        """Whether rank order is node order."""
+        """Whether ranks are numbered node by node."""
         return [rank for node in self.nodes for rank in node] == list(range(self.size))
 
     @cached_property
     def regular(self) -> bool:
-        """Equal nodes in rank order."""
+        """Whether all nodes have the same number of ranks, and ranks are numbered node by node."""
         return self.uniform_nodes and self.node_major
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks on the node of `rank`, itself included."""
+        """Return the ranks on the node of `rank`, including `rank`."""
         return self.nodes[self.node_of[rank]]
 
     def same_node(self, one: int, other: int) -> bool:
-        """Whether two ranks share a node."""
+        """Return whether two ranks share a node."""
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """The topology of a subgroup of these ranks, by its own rank numbers."""
+        """Return the topology of a subgroup of `ranks`, in the subgroup's rank numbers."""
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 
     def why_flat(self) -> str | None:
-        """Why no hierarchical exchange can be faster here; None where one can."""
+        """Return why hierarchical exchanges cannot be faster in this topology, or None if they can.
+        """
         if len(self.nodes) == 1:
             return f"all {self.size} ranks are on one node"
         if all(len(node) == 1 for node in self.nodes):
@@ -149,6 +158,6 @@ class Topology:
 
     def __str__(self) -> str:
         sizes = sorted({len(node) for node in self.nodes})
-        each = str(sizes[0]) if self.uniform_nodes else f"{sizes[0]} to {sizes[-1]}"
+        per_node = str(sizes[0]) if self.uniform_nodes else f"{sizes[0]} to {sizes[-1]}"
         order = "" if self.node_major else ", not in rank order"
-        return f"{len(self.nodes)} node(s) of {each} rank(s){order} ({self.source})"
+        return f"{len(self.nodes)} node(s) of {per_node} rank(s){order} ({self.source})"

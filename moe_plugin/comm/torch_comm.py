@@ -1,4 +1,4 @@
-"""`Comm` over torch.distributed (gloo, NCCL)."""
+"""`TorchComm`: a `Comm` over torch.distributed (gloo or NCCL)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from moe_plugin.comm.watchdog import TimeoutWatch
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.graph_ops`
 _KEY_BYTES = 16
-# The one place where state outlives a `Comm`. Each layer of a model makes its own TorchComm over
-# the same process group, and all of them share one GroupState. Process groups take no attributes,
-# so the states are here by group; each lives as long as its group. A state must not refer to its
-# own group, or neither is ever freed.
+# The only state that outlives a `Comm`. Each layer of a model creates a TorchComm for the same
+# process group, and all of them share one GroupState. Process groups accept no attributes, so the
+# states are stored here by group; each exists as long as its group. A state must not refer to its
+# group, or neither is ever freed.
 _STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
-# the older name is deprecated where the newer exists
+# newer versions of torch deprecate the old name
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
@@ -41,15 +41,14 @@ class TorchComm(Comm):
     """A torch.distributed process group.
 
     Args:
-        group: process group; None: the default group.
-        timeout_s: seconds that a collective or a point-to-point exchange may take, also where the
-            group was made with a longer timeout, and the timeout of groups made by `subgroup`
-            (torch's own default there is 30 minutes, not the world's timeout). On NCCL, where the
-            host does not wait, a thread watches instead in groups with a longer timeout, see
-            `comm.watchdog`. What fails there later than it is called is raised by a later
-            collective, whose error names those before it; where NCCL's own watchdog ends the
-            process, its log names the collective.
-    Raises: ValueError: torch.distributed is not initialised.
+        group: optional. The process group. Defaults to the default group.
+        timeout_s: seconds that a collective or a point-to-point exchange may take, even if the
+            group's own timeout is longer. Groups created by `subgroup` have the same timeout. On
+            NCCL a thread watches groups with a longer timeout, see `comm.watchdog`. A failure after
+            the call returns is raised by a later collective, whose error lists earlier collectives.
+            If NCCL's own watchdog ends the process, the log of NCCL names the collective.
+    Raises:
+        ValueError: torch.distributed is not initialized.
     """
 
     separate = True
@@ -57,7 +56,7 @@ class TorchComm(Comm):
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 1800.0) -> None:
         group = group if group is not None else dist.group.WORLD
         if group is None:
-            raise ValueError("torch.distributed is not initialised; call "
+            raise ValueError("torch.distributed is not initialized; call "
                              "torch.distributed.init_process_group first")
         self.group: dist.ProcessGroup = group
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -65,7 +64,7 @@ class TorchComm(Comm):
         name = f"ranks {self.ranks}" if size <= 16 else f"{size} ranks from {self.ranks[0]}"
         super().__init__(rank, size, name, _state_of(self.group))
         self.timeout = timedelta(seconds=timeout_s)
-        # by device, e.g. cpu:gloo,cuda:nccl
+        # backends by device, e.g. cpu:gloo,cuda:nccl
         self.backend = str(dist.get_backend_config(self.group))
         self.receive_first = self.threaded = "gloo" in self.backend and "nccl" not in self.backend
         self.fails_later = not self.receive_first
@@ -74,37 +73,37 @@ class TorchComm(Comm):
             self._watch_longer_timeout()
 
     def _watch_longer_timeout(self) -> None:
-        own, state = self.group._get_backend(torch.device("cuda")).options._timeout, self.state
+        group_timeout = self.group._get_backend(torch.device("cuda")).options._timeout
+        state = self.state
         if state.timeout_watch is not None:
             state.timeout_watch.timeout_s = min(state.timeout_watch.timeout_s,
                                                 self.timeout.total_seconds())
-        elif own > self.timeout:
+        elif group_timeout > self.timeout:
             state.timeout_watch = TimeoutWatch(
                 self.group, self.timeout.total_seconds(),
                 f"rank {self.rank} of {self.size} in group {self.name!r}",
                 lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
 
     def _passes(self, *tensors: object) -> None:
-        """The collective that was described last is on the current stream of its first tensor's
-        device.
+        """Record that the last described collective was queued on the current stream of its device.
         """
         if self.state.timeout_watch is not None:
             devices = (x.device for x in tensors if isinstance(x, Tensor))
             self.state.timeout_watch.add(self.state.started[-1], next(devices, self.device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchComm:
-        return self  # a copy of a model talks to the same ranks; a process group cannot be copied
+        return self  # a copied model uses the same ranks; groups cannot be copied
 
     def __copy__(self) -> TorchComm:
-        view = object.__new__(type(self))  # views of the group, see `with_tag`
+        view = object.__new__(type(self))  # views, see `with_tag`
         view.__dict__.update(self.__dict__)
         return view
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a layer over the process group {self.name!r} cannot be pickled, as a process group "
-            "exists in its own process only; save state_dict() and build the layer again, or use "
-            "copy.deepcopy in this process")
+            f"a layer over the process group {self.name!r} cannot be pickled, because a process "
+            "group exists only in its own process; save state_dict() and build the layer again, or "
+            "use copy.deepcopy in this process")
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +113,7 @@ class TorchComm(Comm):
 
     @property
     def hosts(self) -> Comm:
-        """See `Comm`: with NCCL alone another group, on gloo."""
+        """See `Comm.hosts`. A group with only NCCL uses an additional gloo group."""
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
@@ -126,13 +125,14 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `Comm`: on gloo, over equal nodes of several ranks."""
+        """See `RankGroup.by_nodes`. True on gloo if there are several equal nodes of several ranks.
+        """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps
 
     def prepare(self, topology: Topology | None = None) -> Topology:
-        """See `Comm`. On NCCL all ranks meet in one collective, which makes the communicator: the
-        messages of a hierarchical exchange are not of all ranks, and would wait for those.
+        """See `RankGroup.prepare`. On NCCL one collective of all ranks creates the communicator,
+        because not all ranks take part in the messages of a hierarchical exchange.
         """
         topology = super().prepare(topology)
         if self.fails_later and not self.state.connected:
@@ -141,20 +141,21 @@ class TorchComm(Comm):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Ranks with the same launcher's node index and host name share a node; collective."""
-        mine = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8).to(self.device)
-        keys = self.all_gather(mine).cpu().view(self.size, _KEY_BYTES)
+        """Detect ranks with equal node index and host name, which share a node. Collective."""
+        key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
+        key_bytes = key_bytes.to(self.device)
+        keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
         return Topology.from_keys([bytes(key.tolist()) for key in keys])
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """See `Comm`: torch's own all-to-all. Dtypes that a backend lacks travel as bytes.
+        """See `Comm.all_to_all`. Dtypes that the backend does not support are sent as bytes.
 
         A tagged view sends point-to-point messages instead.
         """
         if torch.compiler.is_compiling() and send is None and recv is None:
             return collective(x, self.key, self.size, "all_to_all", "none")
-        # another thread: the group's own collectives would mix with the main thread's
+        # a tagged view runs in another thread, whose collectives would mix with the main thread's
         if self.tag:
             return receive_first(self, x, send, recv)
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
@@ -170,7 +171,7 @@ class TorchComm(Comm):
         return out
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Comm`: on gloo while this rank computes."""
+        """See `Comm.start_all_to_all`. On gloo the exchange runs while this rank computes."""
         if not self.receive_first or self.tag or torch.compiler.is_compiling():
             return super().start_all_to_all(x)
         x, out, rows = x.contiguous(), torch.empty_like(x), x.shape[0] // self.size
@@ -179,7 +180,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm`. Not counted in bytes; `Collectives` counts the sums of activations."""
+        """See `Comm.all_reduce`. Bytes are not counted here; `Collectives` counts its sums."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -188,12 +189,13 @@ class TorchComm(Comm):
         return out
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Comm`: in place, while this rank computes."""
+        """See `Comm.start_all_reduce`. The sum runs in place while this rank computes."""
         return self._started(f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}", x, dist.all_reduce,
                        x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm`; x: [n, ...] to [size * n, ...]. On gloo over nodes see `comm.by_nodes`."""
+        """See `Comm.all_gather`. On gloo over several nodes, two steps are used (`comm.by_nodes`).
+        """
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "all_gather", "none")
         if self.by_nodes:
@@ -205,10 +207,7 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm`; x: [size * n, ...] to [n, ...].
-
-        On gloo a ring (`ring_reduce_scatter`), over nodes two steps (`comm.by_nodes`).
-        """
+        """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps over several nodes."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "reduce_scatter", "none")
         if self.receive_first:
@@ -222,15 +221,14 @@ class TorchComm(Comm):
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """See `Comm`; root: a rank of this group. Not counted in bytes."""
+        """See `Comm.broadcast`; root: a rank of this group. Bytes are not counted."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm`. Raises: CommError: a peer failed, or a message took longer than the timeout.
-        """
+        """See `Comm.send_receive`. Raises a `CommError` if a peer fails or the timeout passes."""
         if not sends and not recvs:
             return
         if self.receive_first:
@@ -241,8 +239,7 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm`: on gloo in the background, for `timeout_s` at most from when it is waited
-        for.
+        """See `Comm.post`. On gloo messages run in the background, limited by `timeout_s` per wait.
         """
         if not self.receive_first:
             return super().post(sends, recvs)
@@ -250,8 +247,8 @@ class TorchComm(Comm):
         self.counters.sent(len(sends), sum(x.nbytes for _, x in sends))
         group, tag = self.group, self.tag
         with self.error_context(lambda: _sizes(sends, recvs)):
-            # the group's own methods, as dist.isend calls them: a third of the time a message for
-            # small ones
+            # The methods that dist.isend calls. Calling them directly takes a third of the time per
+            # small message.
             works = [group.recv([buffer], peer, tag) for peer, buffer in recvs]
             works += [group.send([x], peer, tag) for peer, x in sends]
 
@@ -259,7 +256,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        """Tell the watchdog, if there is one, that these messages are waited for."""
+        """Notify the watchdog, if there is one, while this rank waits for these messages."""
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
@@ -270,7 +267,7 @@ class TorchComm(Comm):
                 watchdog.end()
 
     def _wait_for_messages(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
-        """gloo: wait for each message separately, so that an error can name the peer."""
+        """Wait on gloo for each message separately, so that an error can name the peer."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         with self._watched(sends, recvs):
             for index, work in enumerate(works):
@@ -281,7 +278,7 @@ class TorchComm(Comm):
 
     def _message_failed(self, index: int, sends: Messages, recvs: Messages,
                         error: RuntimeError) -> CommError:
-        """index: of the message in `recvs` followed by `sends`."""
+        """Return the error for a failed message. index: position in `recvs` followed by `sends`."""
         peer, x = [*recvs, *sends][index]
         what = "receive of {} bytes from" if index < len(recvs) else "send of {} bytes to"
         waiting = sorted({p for p, _ in recvs[index:]})
@@ -290,7 +287,7 @@ class TorchComm(Comm):
             f"in {_sizes(sends, recvs)}: {error}{self.missing_ranks()}")
 
     def _batched(self, sends: Messages, recvs: Messages) -> None:
-        """NCCL: one grouped call on the current stream, no host synchronisation."""
+        """Run all messages on NCCL in one grouped call on the current stream."""
         ops = [dist.P2POp(dist.irecv, _as_supported(buffer), self.ranks[peer], self.group)
                for peer, buffer in recvs]
         ops += [dist.P2POp(dist.isend, _as_supported(x), self.ranks[peer], self.group)
@@ -301,7 +298,7 @@ class TorchComm(Comm):
             self._passes(*(x for _, x in (*sends, *recvs)))
 
     def subgroup(self, ranks: Sequence[int]) -> TorchComm | None:
-        """See `Comm`; not collective for ranks outside this group or outside `ranks`."""
+        """See `Comm.subgroup`. Only ranks of the new group need to call this method."""
         if self.rank not in ranks:
             return None
         made = _state_of(dist.group.WORLD).groups_made
@@ -313,18 +310,19 @@ class TorchComm(Comm):
         return child
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
-        """The job's store, on its own connection: the watchdog uses it while other threads wait."""
-        own: Any = dist.distributed_c10d._get_default_store()
-        return own.clone()
+        """Return the job's store on a separate connection, usable while other threads wait."""
+        job_store: Any = dist.distributed_c10d._get_default_store()
+        return job_store.clone()
 
     def barrier(self) -> None:
         with self.error_context(lambda: "barrier"):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a collective of torch; on gloo for `timeout_s` at most, also in a group with more.
+        """Run a torch collective; on gloo for at most `timeout_s`, even if the group's timeout is
+        longer.
 
-        NCCL does not wait on the host: there the group's own timeout and its watchdog apply.
+        On NCCL the host does not wait, so the group's own timeout and its watchdog apply.
         """
         if not self.receive_first:
             collective(*args, group=self.group)
@@ -334,9 +332,7 @@ class TorchComm(Comm):
 
     def _started(self, what: str, result: Tensor, collective: Callable[..., Any],
                  *args: Tensor) -> Callable[[], Tensor]:
-        """Begin `collective(*args)`; what is returned waits for it and gives `result`, which it
-        fills. what: for messages.
-        """
+        """Start `collective(*args)`, and return a function that waits and returns `result`."""
         with self.error_context(lambda: what):
             work = collective(*args, group=self.group, async_op=True)
 
@@ -348,7 +344,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a collective of torch with these arguments, on gloo for `timeout_s` at most."""
+        """Wait for a torch collective with these arguments; on gloo for at most `timeout_s`."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)
@@ -359,7 +355,7 @@ class TorchComm(Comm):
         except RuntimeError as error:
             if time.monotonic() - begun < self.timeout.total_seconds():
                 raise
-            raise RuntimeError(f"a rank did not come within {self.timeout.total_seconds():g} s "
+            raise RuntimeError(f"a rank did not join within {self.timeout.total_seconds():g} s "
                                f"(comm.timeout_s): {error}") from error
 
     def _count_rows(self, messages: int, x: Tensor, rows: int) -> None:
@@ -367,11 +363,12 @@ class TorchComm(Comm):
 
 
 class _Posted:
-    """Messages under way on gloo; called, it waits for them.
+    """Messages in progress on gloo. Calling the object waits for them.
 
-    Nobody waits for those of a pass that raised. If their tensors and tickets went with it, gloo
-    would neither take the bytes of such a message from the connection nor send them, and all that
-    follows would wait behind it: the group keeps them.
+    If a pass raises an error, its messages are never waited for. If their tensors and work objects
+    were then freed, gloo would neither read the bytes of such a message from the connection nor
+    send them, and all later messages would wait behind it. Therefore the group's state keeps them
+    alive for a while.
     """
 
     def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages
@@ -389,7 +386,7 @@ class _Posted:
 
 
 def _state_of(group: dist.ProcessGroup | None) -> GroupState:
-    assert group is not None  # the default group exists as long as one of its subgroups does
+    assert group is not None  # the default group exists as long as any of its subgroups
     if group not in _STATES:
         _STATES[group] = GroupState()
     return _STATES[group]
@@ -409,21 +406,21 @@ _WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
 
 
 def _as_supported(x: Tensor) -> Tensor:
-    """A view in a dtype that every backend moves."""
+    """Return a view of x in a dtype that every backend can send."""
     return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
 
 
 def _widening(x: Tensor) -> int:
-    """Elements of `_as_supported(x)` in dimension 0 for one row of x."""
+    """Return the number of elements of `_as_supported(x)` in dimension 0 per row of x."""
     return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """The default torch.distributed group where one is initialized, else a group of one rank.
+    """Return the default torch.distributed group if it is initialized, else a group of one rank.
 
     Raises:
-        ValueError: a launcher started several processes and no group is initialized: each would
-            make a model of its own, and nothing would say so.
+        ValueError: a launcher started several processes but no group is initialized. Each process
+            would silently train a separate model.
     """
     from moe_plugin.comm.base import LocalComm
 
@@ -433,6 +430,6 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
     if processes.isdigit() and int(processes) > 1:
         raise ValueError(
             f"WORLD_SIZE={processes} does not fit a layer without a group: each of these processes "
-            "would train a model of its own; call torch.distributed.init_process_group() before "
-            "the layer is built, or pass comm=LocalComm() for a layer of this process alone")
+            "would train a separate model. Call torch.distributed.init_process_group() before "
+            "building the layer, or pass comm=LocalComm() for a layer of this process alone")
     return LocalComm()

@@ -1,24 +1,24 @@
-"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, as messages of a group.
+"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, as messages within a
+group.
 
-All ranks go through the same rounds (`comm.trees`). On gloo a rank posts the receives of the
-next rounds before it sends, so that no round waits for another rank's turn; elsewhere a round is
-one `Comm.send_receive`. No rank waits for one that waits for it: the rank that is furthest behind
-waits for messages of earlier rounds alone, which all others have posted.
+The data of all ranks is one row of elements. The shard of each root is split among the root's trees
+by their weights, and each of these parts is split into C chunks. Chunk c passes an edge from depth
+d - 1 to depth d in round c + LAG (d - 1). Chunks follow each other, so all trees are busy at the
+same time. All data that one rank sends to another rank in one round is one message. Towards the
+roots, the same happens in the opposite order.
 
-Sums are equal in every run: in each round a rank adds what it receives to its own part in the order
-of the senders' ranks, and the tree decides in which round whose part arrives.
-
-Which messages a rank sends in which round, where data travels along the trees of a schedule.
-
-The data of all ranks is one row of elements. The shard of a root is split among its trees by their
-weights, and each of these parts into C chunks. Chunk c passes an edge from depth d - 1 to depth d
-in round c + LAG (d - 1): chunks follow each other, and all trees are used at the same time. What
-one rank has for another in one round is one message. Towards the roots the same happens backwards.
-
-A rank sends what arrived LAG rounds before, so that its links are busy while the messages of one
-round are on their way. With T seconds for all bytes, a cost of alpha for each round and trees of
-depth D, this takes (C + LAG (D - 1)) (T / C + alpha) seconds: least at C = sqrt(LAG (D - 1) T /
+A rank forwards data that arrived LAG rounds before, so its links are busy while the messages of a
+round are in transit. With T seconds for all bytes, a cost of alpha per round and trees of depth D,
+this takes (C + LAG (D - 1)) (T / C + alpha) seconds, which is smallest at C = sqrt(LAG (D - 1) T /
 alpha).
+
+All ranks run the same rounds. On gloo a rank posts the receives of the next rounds before it sends,
+so that a round does not wait for another rank to reach it; on other backends a round is one
+`Comm.send_receive`. There is no deadlock: the rank that is furthest behind waits only for messages
+of earlier rounds, which all other ranks have already posted.
+
+Sums are equal in every run. In each round a rank adds the received data to its own part in the
+order of the senders' ranks, and the tree determines in which round each part arrives.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from moe_plugin.planner.forest.schedule import Schedule, Tree
 
 LAG = 2
 MOST_CHUNKS = 256
-LEAST_CHUNK = 1 << 10  # bytes of a rank's shard in one round
-ROUND_S = 3e-4  # of a round's messages on the ranks themselves, where wires name no longer alpha
-Span = tuple[int, int]  # first element, and the one after the last
+LEAST_CHUNK = 1 << 10  # smallest part, in bytes, of a rank's shard in one round
+ROUND_S = 3e-4  # cost of a round on the ranks themselves, unless links have a larger alpha
+Span = tuple[int, int]  # first element, and the element after the last
 
 
 @dataclass(frozen=True)
 class Message:
-    """What goes to or comes from another rank.
+    """Data sent to or received from another rank in one round.
 
     Attributes:
         peer: the other rank.
-        spans: elements of the whole that it carries, one after another.
+        spans: ranges of elements of the whole tensor that the message contains, in order.
     """
 
     peer: int
@@ -62,25 +62,31 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank sends and receives in one round, each by rising rank of the peer."""
+    """The messages that a rank sends and receives in one round, each in ascending order of the
+    peer's rank.
+    """
 
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
 
 
 def shards_of(length: int, ranks: int) -> list[int]:
-    """First elements of each rank's shard of `length` elements, and the end: as even as possible.
+    """Return the first element of each rank's shard of `length` elements, and the end. Shards are
+    as even as possible.
     """
     return [length * rank // ranks for rank in range(ranks + 1)]
 
 
 def round_s(schedule: Schedule) -> float:
-    """Fixed seconds of a round: of its slowest message, at least `ROUND_S`."""
+    """Return the fixed seconds of a round: the cost of its slowest message, but at least `ROUND_S`.
+    """
     return max(schedule.message_s, ROUND_S)
 
 
 def chunks_for(schedule: Schedule, size: int) -> int:
-    """C for a whole of `size` bytes, see the module; 1 to `MOST_CHUNKS`."""
+    """Return C, the number of chunks for `size` bytes in total, from 1 to `MOST_CHUNKS`; see the
+    module docstring.
+    """
     deeper = LAG * (schedule.depth - 1)
     if deeper <= 0:
         return 1
@@ -90,19 +96,22 @@ def chunks_for(schedule: Schedule, size: int) -> int:
 
 
 def predicted_s(schedule: Schedule, size: int) -> float:
-    """Seconds for a whole of `size` bytes, see the module."""
+    """Return the predicted seconds for `size` bytes in total; see the module docstring."""
     chunks = chunks_for(schedule, size)
     rounds = chunks + LAG * max(schedule.depth - 1, 0)
     return rounds * (schedule.seconds(size) / chunks + round_s(schedule))
 
 
 def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int) -> list[Round]:
-    """What a rank sends and receives, round by round: as many rounds on all ranks.
+    """Return the messages that a rank sends and receives, round by round. All ranks have the same
+    number of rounds.
 
     Args:
-        schedule: of an all-gather (away from the roots) or a reduce-scatter (towards them).
-        shards: see `shards_of`; elements, of any size.
-        chunks: of each part of a shard.
+        schedule: schedule of an all-gather (away from the roots) or a reduce-scatter (towards the
+            roots).
+        rank: the rank.
+        shards: first element of each rank's shard, and the end, see `shards_of`.
+        chunks: number of chunks of each part of a shard.
     """
     deepest = schedule.depth
     rounds = chunks + LAG * max(deepest - 1, 0)
@@ -130,7 +139,8 @@ def _messages(by_peer: dict[int, list[Span]]) -> tuple[Message, ...]:
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Spans in rising order, neighbours as one: the same on both ends of a message."""
+    """Return spans in ascending order, with adjacent spans merged, equal on both ends of a message.
+    """
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and joined[-1][1] == start:
@@ -147,41 +157,42 @@ def _split(span: Span, parts: int) -> list[Span]:
 
 
 def _parts(schedule: Schedule, shards: Sequence[int]) -> list[tuple[Tree, Span]]:
-    """Every tree with its part of its root's shard."""
+    """Return every tree with its part of its root's shard."""
     done = [0] * (len(shards) - 1)
-    found = []
+    parts = []
     for tree in schedule.trees:
         first, length = shards[tree.root], shards[tree.root + 1] - shards[tree.root]
         before = done[tree.root]
         done[tree.root] += tree.weight
-        found.append((tree, (first + length * before // schedule.k,
+        parts.append((tree, (first + length * before // schedule.k,
                              first + length * done[tree.root] // schedule.k)))
-    return found
+    return parts
 
 
-AHEAD = LAG + 2  # rounds whose receives are posted early
-KEPT = 64  # lists of rounds of one group, by size
-# a gather only moves bits: as integers, also those dtypes travel that a backend does not know
+AHEAD = LAG + 2  # number of rounds for which receives are posted early
+KEPT = 64  # largest number of cached round lists per group, one for each size
+# A gather only moves bits. Viewed as integers, dtypes that a backend does not support can be sent.
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass
 class Trees:
-    """Schedules for one group, and rounds of the sizes that it has seen. Lives with the group.
+    """Schedules of one group, and the rounds for the sizes used so far. Stored in the group's
+    state.
 
     Attributes:
-        gather: of an all-gather.
-        reduce: of a reduce-scatter on the same network.
+        gather: schedule of an all-gather.
+        reduce: schedule of a reduce-scatter on the same network.
     """
 
     gather: Schedule
     reduce: Schedule
     _rounds: dict[tuple[str, int, int], list[Round]] = field(default_factory=dict)
-    # sums run in a thread of their own while other data is gathered
+    # sums may run in a separate thread while other data is gathered
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def rounds(self, schedule: Schedule, comm: Comm, length: int, size: int) -> list[Round]:
-        """This rank's rounds for a whole of `length` elements in `size` bytes."""
+        """Return this rank's rounds for `length` elements of `size` bytes in total."""
         chunks = chunks_for(schedule, size)
         key = schedule.collective, length, chunks
         with self._lock:
@@ -194,9 +205,10 @@ class Trees:
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """All ranks' `x` along dimension 0: [n, ...], alike on all ranks, to [size * n, ...].
+    """Concatenate all ranks' `x` [n, ...], of equal shapes, along dimension 0 to [size * n, ...].
 
-    Raises: CommError: a peer failed, or a message took longer than the timeout.
+    Raises:
+        CommError: a peer failed, or a message exceeded the timeout.
     """
     out = x.new_empty((comm.size * x.shape[0], *x.shape[1:]))
     if out.numel():
@@ -206,9 +218,12 @@ def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def reduce_scatter(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """This rank's part of the sum over ranks: [size * n, ...] to [n, ...].
+    """Return this rank's part [n, ...] of the sum over ranks of `x` [size * n, ...].
 
-    Sums are in x's dtype, see the module. Raises: see `all_gather`.
+    Sums are computed in the dtype of x, in a fixed order (see the module docstring).
+
+    Raises:
+        CommError: a peer failed, or a message exceeded the timeout.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if not x.numel():
@@ -219,9 +234,12 @@ def reduce_scatter(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """The sum over ranks, equal on all of them: a reduce-scatter, then an all-gather. Any shape.
+    """Return the sum of `x` over ranks, of any shape and equal on all ranks.
 
-    Raises: see `all_gather`.
+    The sum is a reduce-scatter followed by an all-gather.
+
+    Raises:
+        CommError: a peer failed, or a message exceeded the timeout.
     """
     total = x.clone(memory_format=torch.contiguous_format)
     if total.numel():
@@ -231,14 +249,16 @@ def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def _spread(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Every rank's shard of `whole` to all ranks, in place."""
+    """Send every rank's shard of `whole` to all ranks, in place."""
     flat_N = whole.view(-1).view(_SAME_SIZE[whole.element_size()])
     rounds = trees.rounds(trees.gather, comm, whole.numel(), whole.nbytes)
     _Run(comm, flat_N, rounds, "all_gather", _put).go()
 
 
 def _collect(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """The sums of every rank's shard of `whole` there, in place; the rest holds parts of sums."""
+    """Sum every rank's shard of `whole` on that rank, in place. The rest of `whole` then contains
+    partial sums.
+    """
     rounds = trees.rounds(trees.reduce, comm, whole.numel(), whole.nbytes)
     _Run(comm, whole.view(-1), rounds, "reduce_scatter", _add).go()
 
@@ -253,11 +273,14 @@ def _add(target: Tensor, arrived: Tensor) -> None:
 
 @dataclass
 class _Run:
-    """One pass through the rounds.
+    """One pass through the rounds of a collective.
 
     Attributes:
-        flat_N: the whole.
-        take: what happens with what arrives.
+        comm: the group.
+        flat_N: the whole tensor, flat.
+        rounds: this rank's rounds.
+        what: name of the collective, for messages.
+        take: writes received data to its target.
     """
 
     comm: Comm
@@ -284,22 +307,23 @@ class _Run:
                 f"{self.flat_N.dtype} [{self.flat_N.numel()}])") from error
 
     def _post(self, number: int) -> None:
-        """gloo: keep receives posted ahead, and sends under way."""
+        """Run a round on gloo: post receives ahead of time, and do not wait for sends immediately.
+        """
         while self._posted < min(number + AHEAD, len(self.rounds)):
             buffers = self._buffers(self.rounds[self._posted].recvs)
             if buffers:
                 wait = self.comm.post([], self._addressed(self._posted, buffers))
                 self._arriving[self._posted] = wait, buffers
             self._posted += 1
-        # `rounds_of` lets LAG rounds pass before a rank sends what it has received: so messages of
-        # that many rounds are on the links at once, and only then is one waited for
+        # `rounds_of` schedules LAG rounds between receiving and forwarding data. Waiting only for
+        # the messages of LAG rounds before keeps that many rounds in transit.
         self._complete(number - LAG)
         sends = self._sends(number)
         if sends:
             self._leaving[number] = self.comm.post(sends, [])
 
     def _complete(self, number: int) -> None:
-        """The end of a round that was posted: what arrived is in its place, what left may change.
+        """Wait for a posted round: write received data to its target, and release the sent buffers.
         """
         if number in self._arriving:
             wait, buffers = self._arriving.pop(number)
@@ -309,13 +333,17 @@ class _Run:
             self._leaving.pop(number)()
 
     def _meet(self, number: int) -> None:
-        """Elsewhere: all messages of a round together; every rank calls it."""
+        """Run a round on other backends: exchange all messages of the round. Every rank calls this
+        method.
+        """
         buffers = self._buffers(self.rounds[number].recvs)
         self.comm.send_receive(self._sends(number), self._addressed(number, buffers))
         self._unpack(number, buffers)
 
     def _buffers(self, recvs: Sequence[Message]) -> list[Tensor]:
-        """Where messages arrive: in place, where nothing is added and they are of one piece."""
+        """Return the buffers for received messages. A message is received in place if it is
+        contiguous and nothing is added.
+        """
         return [self.flat_N[slice(*message.spans[0])] if self._in_place(message) else
                 self.flat_N.new_empty(message.length) for message in recvs]
 
@@ -327,11 +355,11 @@ class _Run:
         return [(message.peer, buffer) for message, buffer in zip(recvs, buffers, strict=True)]
 
     def _sends(self, number: int) -> list[tuple[int, Tensor]]:
-        found = []
+        messages = []
         for message in self.rounds[number].sends:
             pieces = [self.flat_N[start:stop] for start, stop in message.spans]
-            found.append((message.peer, pieces[0] if len(pieces) == 1 else torch.cat(pieces)))
-        return found
+            messages.append((message.peer, pieces[0] if len(pieces) == 1 else torch.cat(pieces)))
+        return messages
 
     def _unpack(self, number: int, buffers: Sequence[Tensor]) -> None:
         for message, buffer in zip(self.rounds[number].recvs, buffers, strict=True):

@@ -1,13 +1,17 @@
-"""Threads that watch a group: heartbeats, so that an error can name the missing ranks; and
-collectives on NCCL that take longer than `comm.timeout_s`, found and named.
+"""Threads that watch a group of ranks, and functions that end all ranks of a job after a fatal
+error.
 
-The host does not wait for NCCL, and NCCL's own watchdog knows only the timeout that a group was
-made with. Where that is longer, as in groups made by others, each collective of the layer leaves an
-event behind; a thread asks whether the oldest has passed. The host waits for nothing.
+`Watchdog` sends heartbeats, so that an error can name the missing ranks. `TimeoutWatch` finds and
+names collectives on NCCL that take longer than `comm.timeout_s`.
 
-CUDA forbids such questions while a graph is captured in mode `global`, torch's default: capture
+The host does not wait for NCCL, and NCCL's own watchdog only uses the timeout with which a group
+was created. If that timeout is longer, as in groups created by other code, each collective of the
+layer records an event, and a thread checks whether the oldest event has passed. The host does not
+wait.
+
+CUDA forbids such checks while a graph is captured in mode `global`, torch's default. Capture graphs
 with `torch.cuda.graph(..., capture_error_mode="thread_local")`, as torch's own watchdog thread
-does. In another mode watching stops with a warning.
+requires. In other modes, watching stops with a warning.
 """
 
 from __future__ import annotations
@@ -30,20 +34,22 @@ import torch.distributed as dist
 from moe_plugin.comm.new_group import too_many
 from moe_plugin.utils.machine import record_event
 
-# A rank that cannot go on says why in the job's store and breaks its connections: the others end
-# at once by an error with its words, instead of by a timeout without.
-#
-# While all is well nothing is sent and no rank waits.
+# A rank that cannot continue writes the reason to the job's store and breaks its connections. The
+# other ranks then fail immediately with this reason, instead of with a timeout later. Without an
+# error, nothing is sent and no rank waits.
 log = logging.getLogger(__name__)
 _KEY, _GAVE_UP = "moe_plugin/gave_up", "of the job gave up"
-_TAG = (1 << 31) - 1  # of a message that is never sent
-_ANSWER_S = 3.0  # for the store, which may be in a rank that is gone
-_TOGETHER_S = 1.0  # between ranks that end by the same error
+_TAG = (1 << 31) - 1  # tag of a message that is never sent
+_ANSWER_S = 3.0  # wait for the store, which may be in a rank that has ended
+_TOGETHER_S = 1.0  # wait for ranks that end with the same error
 
 
 @contextmanager
 def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
-    """An error of this kind inside is of this rank alone, and no rank can go on without it."""
+    """End all ranks of the job if an error of type `kind` is raised inside the block.
+
+    Use it for errors that happen on one rank only, and after which the other ranks cannot continue.
+    """
     try:
         yield
     except kind as error:
@@ -53,9 +59,12 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 
 @contextmanager
 def says_why() -> Iterator[None]:
-    """For a whole run: an error that ends this rank alone ends the others by its words, too, not by
-    a broken connection. Ranks that all end by themselves, as of settings that do not fit, are left
-    alone. An error of too many open files becomes a `ValueError` with the limit and the remedy.
+    """End all ranks with this rank's error message if an error ends this rank alone; used around a
+    whole run.
+
+    Without this block the other ranks would fail with a broken connection. If all ranks fail on
+    their own, for example because of invalid settings, nothing is changed. An error caused by too
+    many open files is raised as a `ValueError` with the limit and the remedy.
     """
     try:
         yield
@@ -69,44 +78,52 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """End the waits of all ranks of the job for this one; the groups of this process are of no use
-    afterwards. A job of one process is left alone.
+    """Make all other ranks stop waiting for this rank. The groups of this process cannot be used
+    afterwards.
 
-    error: why; gets a note with this rank's number. On NCCL ranks that are in a kernel see it where
-        their host waits for the next sizes, or by their own timeout.
+    A job of one process is not affected. On NCCL, ranks that wait in a kernel notice the abort when
+    their host next waits for sizes, or through their own timeout.
+
+    Args:
+        error: the reason, which receives a note with this rank's number.
     """
     if not _several() or _why(error) in getattr(error, "__notes__", ()):
         return
-    # as `error.add_note`, which Python 3.10 does not have
+    # equivalent to `error.add_note`, which Python 3.10 does not have
     error.__notes__ = [*getattr(error, "__notes__", ()), _why(error)]  # type: ignore[attr-defined]
     _bounded(lambda store: _publish(store, _why(error)))
     _break_connections()
-    if dist.get_rank() == 0:  # the store may end with this process
+    if dist.get_rank() == 0:  # the store may be in this process and end with it
         _bounded(_all_know)
 
 
 def reason() -> str:
-    """What a rank that gave up said, for an error message; empty: none did.
+    """Return the reason given by a rank that gave up, for an error message, or an empty text.
 
-    Where one did, this rank's connections break, too: others may wait for it.
+    If a rank gave up, this rank's connections are broken as well, because other ranks may be
+    waiting for it.
     """
     if not _several():
         return ""
-    said = _bounded(_read)
-    if not said:
+    text = _bounded(_read)
+    if not text:
         return ""
     _break_connections()
-    return f"; {said}"
+    return f"; {text}"
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Whether the error says by which error another rank ended, which is the cause."""
+    """Return whether the error message contains the error with which another rank ended, which is
+    the cause.
+    """
     return _GAVE_UP in str(error)
 
 
 def claim_first_report(text: str) -> bool:
-    """Whether no other rank of the job has said the same before; True, too, where no rank can be
-    asked. For messages that any rank may have, alone or as all do.
+    """Return whether this rank is the first rank of the job to report `text`.
+
+    Also returns true if the job's store cannot be reached. Use it for messages that either one rank
+    or all ranks may have.
     """
     key = f"moe_plugin/said/{zlib.crc32(text.encode()):08x}"
     count = _bounded(lambda store: store.add(key, 1)) if _several() else None
@@ -114,8 +131,10 @@ def claim_first_report(text: str) -> bool:
 
 
 def leave() -> None:
-    """Before a rank ends by an error: the first one, whose process may have the job's store, waits
-    a moment for the others, which would otherwise write pages about a lost connection.
+    """Wait briefly for other ranks before a rank ends with an error.
+
+    Only the first rank waits. Its process may contain the job's store, and without the wait the
+    other ranks would log long errors about a lost connection.
     """
     if _several():
         _bounded(_all_leave if dist.get_rank() == 0 else lambda store: _count(store, "left"))
@@ -161,7 +180,7 @@ def _all_end(store: Any) -> bool:
 
 
 def _come(store: Any, counter: str, timeout_s: float) -> bool:
-    """Whether all ranks counted themselves in time."""
+    """Return whether all ranks have increased the counter before the timeout."""
     until = time.monotonic() + timeout_s
     while store.add(f"{_KEY}/{counter}", 0) < dist.get_world_size():
         if time.monotonic() > until:
@@ -171,7 +190,7 @@ def _come(store: Any, counter: str, timeout_s: float) -> bool:
 
 
 def _break_connections() -> None:
-    """Of all groups of this process."""
+    """Break the connections of all groups of this process."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() > 1:
             _break(group)
@@ -181,11 +200,11 @@ def _break(group: Any) -> None:
     for kind in ("cpu", "cuda"):
         try:
             backend = group._get_backend(torch.device(kind))
-        except RuntimeError:  # none for this kind of device
+        except RuntimeError:  # the group has no backend for this device type
             continue
         try:
             if isinstance(backend, dist.ProcessGroupGloo):
-                # its `abort` does nothing, but a message that timed out ends the group
+                # gloo's `abort` does nothing, but a message that times out ends the group
                 nothing, peer = torch.empty(1), (group.rank() + 1) % group.size()
                 backend.recv([nothing], peer, _TAG).wait(timedelta(milliseconds=1))
             else:
@@ -195,40 +214,41 @@ def _break(group: Any) -> None:
 
 
 def _bounded(call: Callable[[Any], Any]) -> Any:
-    """`call(store)` of the job's store, on a connection of its own, which other threads do not
-    hold; None where it does not answer.
+    """Return `call(store)` for the job's store, or None if the store does not answer in time.
+
+    The call uses a separate connection, which other threads do not block.
     """
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(call(dist.distributed_c10d._get_default_store().clone()))
+            answers.append(call(dist.distributed_c10d._get_default_store().clone()))
         except (RuntimeError, ValueError) as error:
             log.debug("the job's store does not answer: %s", error)
 
     thread = threading.Thread(target=run, name="gave-up", daemon=True)
     thread.start()
     thread.join(_ANSWER_S)
-    return found[0] if found else None
-
+    return answers[0] if answers else None
 
 
 
 def _event_of(device: torch.device) -> torch.cuda.Event | None:
-    # a group of both backends (cpu:gloo,cuda:nccl, which torch makes by itself) has collectives on
-    # the CPU, too
+    # A group with both backends (cpu:gloo,cuda:nccl, torch's default) also runs collectives on the
+    # CPU.
     return None if device.type == "cpu" else record_event(device, timing=False)
 
 
 class TimeoutWatch:
-    """Watches the collectives of one group; names and aborts what takes too long.
+    """Watches the collectives of one group, and aborts the group if a collective takes too long.
 
     Args:
-        group: process group; not kept alive.
-        timeout_s: seconds that a collective may take, with the work queued before it.
-        who: rank and group, for the message.
-        report: what else is known of the peers, for the message; empty: nothing.
-        event: of a device, on its current stream, with `query()`; None where the host waits.
+        group: process group; not kept alive by this object.
+        timeout_s: seconds that a collective may take, including work queued before it.
+        who: rank and group, for messages.
+        report: returns further information about the peers for messages, or an empty text.
+        event: records an event with a `query()` method on a device's current stream. Returns None
+            if the host itself waits for the device's collectives.
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str, report: Callable[[], str],
@@ -240,9 +260,11 @@ class TimeoutWatch:
         self._stopped = False
 
     def add(self, what: str, device: torch.device) -> None:
-        """A collective, in words, was put on a device's current stream just now."""
+        """Watch a collective, described by `what`, that was just queued on the current stream of
+        `device`.
+        """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a captured event says nothing of this call
+            return  # a captured event does not track this call
         if self._stopped:
             return
         event = self._event(device)
@@ -260,7 +282,7 @@ class TimeoutWatch:
                 late = self._late()
             except RuntimeError as error:
                 log.warning("%s: comm.timeout_s is no longer watched, because an event cannot be "
-                            "asked (%s); capture graphs with capture_error_mode='thread_local'",
+                            "queried (%s); capture graphs with capture_error_mode='thread_local'",
                             self.who, error)
                 self._stopped = True
                 self._pending.clear()
@@ -270,7 +292,9 @@ class TimeoutWatch:
                 return
 
     def _late(self) -> list[str]:
-        """The oldest collective that has not passed in time, and those behind it; else none."""
+        """Return the oldest collective that exceeded the timeout and the collectives behind it, or
+        an empty list.
+        """
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()
         if not self._pending or time.monotonic() - self._pending[0][0] < self.timeout_s:
@@ -291,17 +315,19 @@ class Watchdog:
     """Heartbeats of one rank of a group, sent by a thread.
 
     Args:
-        store: a torch.distributed store (or anything with `set`, `get` and `check`); it should not
-            be in a rank that may die, as torchrun's is not.
-        rank, size: this rank's index in the group, and the number of ranks.
-        name: of the group, in the store's keys.
+        store: a torch.distributed store (or any object with `set`, `get` and `check`). The store
+            should not be in a rank that may die; torchrun's store is not.
+        rank: this rank's index in the group.
+        size: number of ranks in the group.
+        name: name of the group, used in the store's keys.
         interval_s: seconds between two heartbeats.
-    Raises: ValueError: interval_s is not positive.
+    Raises:
+        ValueError: interval_s is not positive.
     """
 
     def __init__(self, store: Any, rank: int, size: int, name: str, interval_s: float) -> None:
         if interval_s <= 0:
-            raise ValueError(f"watchdog interval={interval_s} must be > 0 seconds; e.g. 1")
+            raise ValueError(f"watchdog interval={interval_s} must be > 0 seconds; use e.g. 1")
         self.store, self.rank, self.size, self.interval_s = store, rank, size, interval_s
         self.prefix = f"moe_plugin/watchdog/{name}/"
         self.started, self.count, self.what = time.time(), 0, "started"
@@ -311,12 +337,14 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """This rank begins an exchange. The next heartbeat says so; nothing is sent now."""
+        """Record that this rank starts an exchange. The next heartbeat reports it; nothing is sent
+        now.
+        """
         self.count += 1
         self.what = f"in {what}"
 
     def end(self) -> None:
-        """The exchange is complete."""
+        """Record that the exchange is complete."""
         self.what = "between exchanges"
 
     def close(self) -> None:
@@ -325,10 +353,12 @@ class Watchdog:
         self._thread.join(self.interval_s + 5)
 
     def report(self) -> str:
-        """Which ranks sent no heartbeat for three intervals, and which are behind; one sentence."""
+        """Describe in one sentence which ranks sent no heartbeat for three intervals, and which
+        ranks are behind.
+        """
         beats = self._read()
         if beats is None:
-            return "watchdog: the store does not answer, so who is missing is not known"
+            return "watchdog: the store does not answer, so the missing ranks are not known"
         now = time.time()
         silent = {
             r: now - b["time"] for r, b in enumerate(beats)

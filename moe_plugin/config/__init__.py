@@ -1,5 +1,7 @@
-"""Settings in two trees, of a layer and of a run: flags generated from them, YAML files,
-users' own modules.
+"""The settings of a layer (`MoEConfig`) and of a training run (`RunConfig`), and the functions that
+read them from dictionaries and YAML files.
+
+Command-line flags are generated from these classes by `moe_plugin.config.flags`.
 """
 
 from moe_plugin.config.dispatch import CommConfig, DispatchConfig

@@ -1,7 +1,8 @@
-"""Host flags generated from the trees: every leaf that names a `flag` becomes `--moe-<flag>`.
+"""Command-line flags generated from the settings: every setting that declares a `flag` becomes
+`--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-A flag that is not given stays `None`: then the YAML file of `--moe-config` decides, then the
-default.
+A flag that is not given has the value `None`. The setting then comes from the YAML file of
+`--moe-config`, or else from the defaults.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One generated flag: its command-line name, its dotted path in the tree, its type and help.
+    """One generated flag: its command-line name, the dotted path of its setting, its type and its
+    help text.
 
-    entry: of a mapping, the form of one, such as name=weight.
-    optional: whether the setting may be None, which is written `none`.
+    Attributes:
+        flag: command-line name, such as `--moe-top-k`.
+        path: dotted path of the setting; empty for flags about the settings file.
+        kind: type of the setting's value.
+        help: help text, including the default value.
+        choices: allowed values; empty if the values are not a fixed set.
+        entry: form of one entry of a mapping, such as name=weight; empty for other types.
+        optional: whether the setting may be None, written as `none` on the command line.
     """
 
     flag: str
@@ -59,15 +67,15 @@ class FlagSpec:
 
     @property
     def dest(self) -> str:
-        """Attribute name in a parsed namespace, e.g. `moe_top_k`."""
+        """Attribute name of the flag in a parsed namespace, such as `moe_top_k`."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 CONFIG_FLAG = FlagSpec("--moe-config", "", str,
                        "YAML file with the settings of the MoE layers (see configs/)", ())
 TRUST_FLAG = FlagSpec("--moe-trust-imports", "", bool,
-                      "import the modules that the file of --moe-config names in `imports`, which "
-                      "runs their code (default: such a file is refused)", ())
+                      "import the modules named by `imports` in the file of --moe-config, which "
+                      "runs their code (default: a file with `imports` is refused)", ())
 
 
 def _leaf_kind(hint: Any) -> type:
@@ -101,25 +109,26 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def flag_specs() -> list[FlagSpec]:
-    """All generated flags: those about the file, then `setting_specs`."""
+    """Return all generated flags: the flags about the settings file, then `setting_specs`."""
     return [CONFIG_FLAG, TRUST_FLAG, *setting_specs()]
 
 
 @functools.cache
 def setting_specs() -> tuple[FlagSpec, ...]:
-    """The flags that stand for a setting, of a layer and of a run."""
+    """Return the flags that set one setting of a layer or of a run."""
     return *_walk(MoEConfig, ""), *_walk(RunConfig, "")
 
 
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the file of `--moe-config` that flags leave in force, as dotted paths; {}
-    without one.
+    """Return the settings of the `--moe-config` file that no flag overrides, as dotted paths.
 
-    What nothing reads any more where the flags are given is left out, and the log says so once.
-    `--moe-capacity-factor none` drops no token: then nothing reads what the file says of capacity.
+    Settings that nothing reads once the flags are applied are left out and logged once. For
+    example, `--moe-capacity-factor none` makes every capacity setting of the file ineffective.
 
     Args:
         values: parsed flags by `dest`.
+    Returns:
+        Values by dotted path; empty without `--moe-config`.
     Raises:
         ValueError: see `settings_from_yaml`.
     """
@@ -127,25 +136,27 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     if not path:
         return {}
     trusted = bool(parse_value(TRUST_FLAG, values.get(TRUST_FLAG.dest) or "false"))
-    found = settings_from_yaml(path, trust_imports=trusted)
+    file_values = settings_from_yaml(path, trust_imports=trusted)
     given = settings_from_flags(values)
-    apart = {name: value for name, value in found.items() if name not in given
-             and name in _made_unread(found, given)}
-    if apart:
-        _say_once(f"left out of {short(str(path))}, because nothing reads it beside the flags: "
-                  + ", ".join(f"{name}={short(value)}" for name, value in apart.items()))
-    return {name: value for name, value in found.items() if name not in apart}
+    ineffective = {name: value for name, value in file_values.items()
+                   if name not in given and name in _made_unread(file_values, given)}
+    if ineffective:
+        _say_once(f"left out of {short(str(path))}, because the flags make it ineffective: "
+                  + ", ".join(f"{name}={short(value)}" for name, value in ineffective.items()))
+    return {name: value for name, value in file_values.items() if name not in ineffective}
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """The settings of a file, `found`, that are read in the file alone, and not beside `given`."""
+    """Return the settings of a file, `found`, that are read without the flags `given` but not
+    together with them.
+    """
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
         made = {name for name, value in found.items()
                 if name in _OF_CAPACITY or (name, value) == ("dispatch.name", "padded")}
     try:
         return made | (unread({**found, **given}) - unread(found))
-    except ValueError:  # the settings themselves are refused later
+    except ValueError:  # a later check reports the invalid settings
         return made
 
 
@@ -156,32 +167,39 @@ def _say_once(text: str) -> None:
 
 def as_given(text: str, values: Mapping[str, Any],
              other_flags: Mapping[str, str] = types.MappingProxyType({})) -> str:
-    """An error's text with the names by which the user gave the settings in it: flag, or file.
+    """Return an error text extended by where the user set the mentioned settings: a flag or a file.
 
     Args:
+        text: the error message.
         values: parsed flags by `dest`.
-        other_flags: a host's own flags by the path that they set.
+        other_flags: optional. The host's own flags, by the dotted path that each flag sets.
     """
     names = {path: f"in {values[CONFIG_FLAG.dest]}" for path in _in_file(values)}
     names |= {path: flag for path, flag in other_flags.items()}
     second = aliases(MoEConfig)
     names |= {second.get(spec.path, spec.path): f"{spec.flag} {short(values[spec.dest])}"
               for spec in setting_specs() if values.get(spec.dest) is not None}
-    found = [f"{path}: {name}" for path, name in names.items()
-             if re.search(rf"(?<![\w.-]){re.escape(path)}" + ("" if "." in path else "[=.]"), text)
-             and name not in text]
-    return f"{text} ({'; '.join(found)})" if found else text
+    sources = [f"{path}: {name}" for path, name in names.items() if name not in text
+               and re.search(rf"(?<![\w.-]){re.escape(path)}" + ("" if "." in path else "[=.]"),
+                             text)]
+    return f"{text} ({'; '.join(sources)})" if sources else text
 
 
 def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return file_settings(values)
-    except ValueError:  # it is the error, and names the file
+    except ValueError:  # this error is the one being reported, and it already names the file
         return {}
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """A flag's text as a value of the tree. `none` is None; a mapping is `name=number,...`."""
+    """Return the value of a flag's text, with the type of the setting.
+
+    The text `none` becomes None. A mapping is written as `name=number,...`.
+
+    Raises:
+        ValueError: the text cannot be converted to the type of the setting.
+    """
     if not isinstance(text, str):
         return text
     if says_none(text) and "none" not in spec.choices:
@@ -190,11 +208,11 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         if spec.kind is dict:
             pairs = [item.split("=") for item in text.split(",")]
             by_number = spec.entry.startswith("step=")
-            found = {(float(key) if "." in key else int(key)) if by_number else key.strip():
-                     (int if by_number else float)(value) for key, value in pairs}
-            if len(found) < len(pairs):
+            mapping = {(float(key) if "." in key else int(key)) if by_number else key.strip():
+                       (int if by_number else float)(value) for key, value in pairs}
+            if len(mapping) < len(pairs):
                 raise KeyError("one is given twice")
-            return found
+            return mapping
         if spec.kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return spec.kind(text)
@@ -205,8 +223,14 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings by dotted path as flags that say the same: texts by `dest`, the inverse of
-    `parse_value`. Settings without a flag are left out.
+    """Return the flags that express the given settings, the inverse of `parse_value`.
+
+    Settings without a flag are left out.
+
+    Args:
+        settings: values by dotted path.
+    Returns:
+        The text of each flag, by `dest`.
     """
     specs = {spec.path: spec for spec in setting_specs()}
     return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
@@ -221,7 +245,8 @@ def _text(value: Any) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozenset()) -> None:
-    """Add every generated flag to an argparse parser, except those whose config path is in `skip`.
+    """Add every generated flag to an argparse parser, except the flags of the dotted paths in
+    `skip`.
     """
     group = parser.add_argument_group("moe-plugin")
     for spec in flag_specs():
@@ -234,36 +259,43 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozen
 
 def config_from_flags(values: Mapping[str, Any],
                       base: Mapping[str, Any] | None = None) -> MoEConfig:
-    """A layer's settings from defaults, file, host and flags, each above the one before.
+    """Build the settings of a layer from the defaults, the `--moe-config` file, the host and the
+    flags.
 
-    The file is that of `moe_config`; the host's are `base`.
+    Each source in this list overrides the sources before it.
 
     Args:
-        values: parsed flags by `dest`; absent or None means "not given".
-        base: settings which the host itself knows, e.g. `{"model_dim": 512}`.
+        values: parsed flags by `dest`. A flag that is absent or None was not given.
+        base: optional. Settings that the host knows, such as `{"model_dim": 512}`.
     Raises:
-        ValueError: naming the flag or path, its value, the bound and the remedy.
+        ValueError: for an invalid setting. The message contains the flag or path, the value, the
+            bound and the remedy.
     """
     return with_overrides(MoEConfig(), of_layer({**file_settings(values), **(base or {}),
                                                  **settings_from_flags(values)}))
 
 
 def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
-    """A run's settings from defaults, file and flags; arguments and errors as of
-    `config_from_flags`.
+    """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
+
+    Args:
+        values: parsed flags by `dest`. A flag that is absent or None was not given.
+    Raises:
+        ValueError: for an invalid setting, as in `config_from_flags`.
     """
     return run_config({**file_settings(values), **settings_from_flags(values)})
 
 
 def settings_from_flags(values: Mapping[str, Any],
                         skip: Container[str] = frozenset()) -> dict[str, Any]:
-    """The settings given by flag, without those in the file of `--moe-config`, as dotted paths.
+    """Return the settings given by flags, as dotted paths, without the settings of the
+    `--moe-config` file.
 
     Args:
-        values: as of `config_from_flags`.
-        skip: paths whose flags the host does not offer.
+        values: parsed flags by `dest`. A flag that is absent or None was not given.
+        skip: dotted paths of the flags that the host does not offer.
     Raises:
-        ValueError: a flag that cannot be read, a setting that is given under both its names.
+        ValueError: a flag cannot be parsed, or a setting is given under both of its names.
     """
     given = {spec.path: parse_value(spec, values[spec.dest]) for spec in setting_specs()
              if values.get(spec.dest) is not None and spec.path not in skip}

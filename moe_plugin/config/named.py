@@ -1,4 +1,6 @@
-"""Settings by the names of their flags: `named_config(512, router="switch", top_k=1)`."""
+"""Settings given as keyword arguments named like their flags: `named_config(512, router="switch",
+top_k=1)`.
+"""
 
 from __future__ import annotations
 
@@ -14,57 +16,64 @@ from moe_plugin.utils.messages import alike, did_you_mean, short
 
 
 def named_config(model_dim: int, **settings: Any) -> MoEConfig:
-    """A config from keyword arguments.
+    """Build a config from keyword arguments.
 
     Args:
         model_dim: D, width of a token.
-        settings: by the name of a setting's flag without `--moe-` (`top_k=1`, `router="switch"`,
-            `all_to_all="linear"`; docs/config.md lists them), or a section as a mapping, as in a
-            YAML file (`router={"name": "switch", "top_k": 1}`).
+        settings: settings by flag name without `--moe-` (`top_k=1`, `router="switch"`,
+            `all_to_all="linear"`; docs/config.md lists all names), or whole sections as mappings,
+            as in a YAML file (`router={"name": "switch", "top_k": 1}`).
     Raises:
-        ValueError: no such setting, the same one twice, or a value that does not fit; it names
-            the value, the bound and the remedy.
+        ValueError: a setting does not exist, is given twice or has an invalid value. The message
+            contains the value, the bound and the remedy.
     """
     return with_overrides(MoEConfig(), {"model_dim": model_dim, **overrides(settings)})
 
 
 def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Such keyword arguments as dotted paths to values, for `with_overrides`."""
+    """Convert keyword arguments of `named_config` to values by dotted path, for `with_overrides`.
+    """
     flags = {spec.dest.removeprefix("moe_"): spec.path for spec in setting_specs()}
     top = [f.name for f in dataclasses.fields(MoEConfig)]
-    known = {*top, *(f.name for f in dataclasses.fields(RunConfig))}  # whose error says more
+    # sections of a run are accepted here because `with_overrides` reports them more precisely
+    known = {*top, *(f.name for f in dataclasses.fields(RunConfig))}
     given: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and name in known:
-            found = flatten({name: value})
+            paths = flatten({name: value})
         elif name in flags or name in known:
-            found = {flags.get(name, name): value}
+            paths = {flags.get(name, name): value}
         else:
             raise ValueError(
                 f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use the "
                 "name of a flag of docs/config.md without --moe- (top_k, router, dispatch), or one "
-                f"of {', '.join(top)}, sections with a dict")
-        if both := sorted(set(found) & set(given)):
-            raise ValueError(f"{both[0]} is given twice, once by {short(name)}; give it once")
-        given |= found
+                f"of {', '.join(top)}; the value of a section is a dict")
+        if both := sorted(set(paths) & set(given)):
+            raise ValueError(f"{both[0]} is given twice, the second time by {short(name)}; give "
+                             "it only once")
+        given |= paths
     return given
 
 
 def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
-    """Which settings a wrong name is near to: the same last part of the path, or similar letters.
+    """Return a hint with existing settings similar to a wrong name: settings whose path ends with
+    the name, or else names with similar letters.
     """
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
     return did_you_mean(near[:3] or alike(name, [*top, *flags]))
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:
-    """The config of a layer that takes a whole one, or a width and settings.
+    """Return the config of a layer that accepts either a whole config or a width and settings.
 
     Args:
-        either: arguments that are a setting if they are text or a mapping, and something else if
-            not.
+        config: a whole config, or D, the width of a token.
+        settings: settings as in `named_config`. Must be empty with a whole config.
+        either: arguments that are a setting if they are a string or a mapping, and are ignored here
+            otherwise.
     Raises:
-        ValueError: see `named_config`; there are settings beside a whole config.
+        ValueError: a setting is invalid (see `named_config`), or settings are given together with a
+            whole config.
     """
     given = {**settings, **{name: value for name, value in either.items()
                             if isinstance(value, str | Mapping)}}
@@ -72,46 +81,56 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
         return named_config(config, **given)
     if given:
         name = next(iter(given))
-        raise ValueError(f"{name}={short(given[name])} beside a whole MoEConfig: give it in the "
-                         "config, or give the width of a token in the config's place")
+        raise ValueError(f"{name}={short(given[name])} is given together with a whole MoEConfig. "
+                         "Set it in the config, or pass the width of a token instead of the config")
     return config
 
 
 def refuse_timeout(group: object | None, settings: Mapping[str, Any]) -> None:
-    """`ValueError` for a timeout beside a group that is given: it has one of its own."""
+    """Raise a `ValueError` if a timeout is given together with a process group, which has its own
+    timeout.
+    """
     if group is not None and "timeout" in settings:
-        raise ValueError(f"timeout={short(settings['timeout'])} does not fit a `comm` that is "
-                         "given, which has its own timeout: leave it out, or give it there, "
-                         "TorchComm(group, timeout_s=...)")
+        raise ValueError(f"timeout={short(settings['timeout'])} cannot be used with a given "
+                         "`comm`, which has its own timeout. Leave it out, or create the group "
+                         "with TorchComm(group, timeout_s=...)")
 
 
-# what a layer itself reads of the settings of routers and experts, whoever brings these; with
-# hidden_dim times are predicted
+# Settings of routers and experts that a layer itself reads, even with the user's own router or
+# experts. hidden_dim is used to predict times.
 _READ_BESIDE = frozenset({
     "router.top_k", "router.normalize", "router.batch_prioritized", "router.pre_gate",
     "router.predict", "router.fp32", "experts.hidden_dim", "experts.latent_dim",
     "experts.shared_hidden_dim", "experts.shared_gate", "experts.shared_overlap",
     "experts.weights_first", "experts.store"})
-# and what its shared expert does, where it has one
+# Only the router itself implements these values, so they are refused although the layer reads
+# `router.normalize`.
 _BY_ROUTER = {("router.normalize", value) for value in ("before_drop", "always")}
+# The layer's shared expert, if there is one, reads these settings of the experts.
 _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias",
                              "experts.dropout", "experts.clamp", "experts.linear_offset"})
 
 
 def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
-    """`ValueError` for settings of a layer's router, or of its experts, where (True) a module, or
-    modules, of the user's own take their place.
+    """Raise a `ValueError` for router or expert settings that the user's own modules make
+    ineffective.
+
+    Args:
+        config: settings of the layer.
+        router: whether the user passes a router module.
+        experts: whether the user passes expert modules.
     """
-    own = tuple(start for start, given in (("router.", router), ("experts.", experts)) if given)
-    if not own:
+    replaced = tuple(start for start, given in (("router.", router), ("experts.", experts))
+                     if given)
+    if not replaced:
         return
     check(not config.batch_invariant, "batch_invariant", True,
-          f"False where you bring the {own[0][:-1]} yourself", "leave it out")
+          f"False where you pass your own {replaced[0][:-1]}", "leave it out")
     values, defaults = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
     read = _READ_BESIDE | (_READ_BY_SHARED if config.experts.shared_hidden_dim else set())
     for path, value in values.items():
         unread = path not in read or (path, value) in _BY_ROUTER
-        if path.startswith(own) and unread and value != defaults[path]:
-            raise ValueError(f"{path}={short(value)} is not read where you bring the "
-                             f"{path.split('.')[0]} yourself: must be {defaults[path]}; leave it "
-                             "out, or build your own accordingly")
+        if path.startswith(replaced) and unread and value != defaults[path]:
+            raise ValueError(f"{path}={short(value)} is not read where you pass your own "
+                             f"{path.split('.')[0]}: must be {defaults[path]}; leave it out, or "
+                             "build your own module accordingly")

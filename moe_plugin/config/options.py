@@ -1,5 +1,5 @@
-"""Building blocks of the settings tree: leaves, sections, and errors that name value, bound and
-remedy.
+"""Base classes and checks of the settings tree: `option` declares a setting, `SettingsSection`
+groups settings, and `check` reports an invalid value together with its bounds and a remedy.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar, cast
 
 from moe_plugin.utils.messages import alike, cut, did_you_mean, removed, short
 
-LARGEST = 2**63 - 1  # integer that torch takes
-# beyond any use; they keep loops and memory finite
+LARGEST = 2**63 - 1  # largest integer that torch accepts
+# Upper bounds far above any practical value. They keep loops and memory finite.
 MOST_EXPERTS, MOST_WIDTH, MOST_RANKS, MOST_SECONDS = 1 << 20, 1 << 24, 1 << 20, 1e7
 MOST_TOKENS, MOST_MIB, MOST_STEPS = 1 << 30, 1 << 24, 10**9
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "",
            alias: str = "", prefix: str = "--moe-") -> Any:
-    """A leaf of the tree.
+    """Declare one setting of a section.
 
     Args:
-        default: its value where nothing is given.
-        help: text for the docs and the hosts' `--help`.
-        choices: all values, where they are a fixed set.
-        flag: the hosts' flag without its prefix; empty: none.
-        alias: a second name in files, code and flags; empty: none.
-        prefix: of the flag; `--` where the setting is of a whole model.
+        default: the value of the setting if the user does not set it.
+        help: description shown in the docs and in the `--help` of the hosts.
+        choices: optional. All allowed values, if the set of values is fixed.
+        flag: optional. Name of the command-line flag, without the prefix. By default the setting
+            has no flag.
+        alias: optional. A second name of the setting in files, code and flags.
+        prefix: prefix of the flag. Settings of a whole model use `--`.
     """
     return field(default=default,
                  metadata={"help": help, "choices": choices, "flag": flag, "alias": alias,
@@ -42,7 +43,8 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
-    """`ValueError` naming the setting, its value, the bound and the remedy, unless `ok`."""
+    """Raise a `ValueError` with the setting, its value, the bound and a remedy unless `ok` is true.
+    """
     if not ok:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
@@ -52,10 +54,13 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Settings that nothing reads are not errors inside (`SettingsSection.read_where`): those of a
-    file whose flags are still to come, or of a run that is over.
+    """Collect settings that nothing reads, instead of raising an error for each of them.
 
-    Yields: the paths of those that were met.
+    `SettingsSection.read_where` raises no error inside this block. Use the block for settings of a
+    file that flags will still override, and for settings of a finished run.
+
+    Yields:
+        The set of dotted paths that nothing reads; it grows while the block runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -66,13 +71,15 @@ def unread_allowed() -> Iterator[set[str]]:
 
 @dataclass
 class SettingsSection:
-    """Base of all sections of the tree, which are dataclasses.
+    """Base class of all sections of the settings tree, which are dataclasses.
 
-    Building one checks types, choices and bounds, in this order; sections inside it did it before.
+    The constructor checks types, choices and bounds, in this order. Nested sections are checked
+    before, by their own constructors.
 
     Attributes:
-        PATH: where the section is in the tree, with a trailing dot.
-        SHORTHAND: the leaf that a text in place of the section sets; empty: none.
+        PATH: dotted path of the section in the tree, with a trailing dot.
+        SHORTHAND: name of the setting that a plain string in place of the section sets; empty if
+            the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -83,20 +90,24 @@ class SettingsSection:
         self.check_bounds()
 
     def check_bounds(self) -> None:
-        """Check what types and choices leave open, by `require`."""
+        """Check the constraints that types and choices do not express, with `require`."""
 
     def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
-        """`check` of the leaf `name` of this section, or `section.name` of one inside it."""
+        """Raise a `ValueError` for the setting `name`, or `section.name` of a nested section,
+        unless `ok` is true.
+        """
         if not ok:
             check(False, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
     def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
-        """`require` that leaves which nothing reads (not `ok`) are as by default, so that nothing
-        is ignored that was asked for.
+        """Require the default values for settings that nothing reads, so that no request is ignored
+        silently.
 
         Args:
-            where: when nothing reads them, e.g. "where guard.votes=0".
-            names: none: all leaves.
+            ok: whether something reads the settings; if so, nothing is checked.
+            where: when the settings are not read, such as "where guard.votes=0".
+            remedy: what the user can do to make the settings effective.
+            names: names of the settings. Defaults to all settings of the section.
         """
         if ok:
             return
@@ -107,7 +118,9 @@ class SettingsSection:
                             f"leave it out, or {remedy}")
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
-        """`require` of a leaf that nothing reads; inside `unread_allowed` it is noted there."""
+        """Report a setting that nothing reads: raise a `ValueError`, or record the path inside
+        `unread_allowed`.
+        """
         met = _UNREAD.get()
         if met is None:
             self.require(name, False, bound, remedy)
@@ -115,8 +128,8 @@ class SettingsSection:
             met.add(self.PATH + name)
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
-        """`require` that the number `name` is in these bounds. `most` is beyond any use: it keeps
-        loops, memory and times finite.
+        """Require `least <= value <= most` for the number `name`. `most` is far above any practical
+        value and keeps loops, memory and times finite.
         """
         value = operator.attrgetter(name)(self)
         if value is not None:
@@ -128,8 +141,11 @@ _Changed = TypeVar("_Changed", bound=SettingsSection)
 
 
 def resolved(section: _Changed, **values: Any) -> _Changed:
-    """A copy with values that this package chose for settings left open, of which nothing is
-    checked: what was given may be read no more.
+    """Return a copy of `section` with values that this package chose for settings that the user
+    left open.
+
+    The copy is not checked again, because some of the user's settings may no longer be read with
+    the chosen values.
     """
     made = copy.copy(section)
     vars(made).update(values)
@@ -137,8 +153,15 @@ def resolved(section: _Changed, **values: Any) -> _Changed:
 
 
 class _Leaf(NamedTuple):
-    """A field of a section: its type; of a leaf, the types whose values need no further look, the
-    types whose values must be in 64 bits, and its choices.
+    """One field of a section.
+
+    Attributes:
+        name: name of the field.
+        hint: type of the field.
+        is_section: whether the field is a nested section.
+        plain: types for which a value needs no further check.
+        numbers: numeric types for which a value must fit in 64 bits.
+        choices: allowed values; empty if the values are not a fixed set.
     """
 
     name: str
@@ -149,9 +172,9 @@ class _Leaf(NamedTuple):
     choices: tuple[str, ...]
 
 
-@functools.cache  # a tree has some 140 leaves, and is checked whenever one is made or replaced
+@functools.cache  # cached: a tree has about 140 fields, all checked for every new or changed tree
 def _leaves(cls: type) -> tuple[_Leaf, ...]:
-    found = []
+    leaves = []
     for f in dataclasses.fields(cls):
         hint = hints_of(cls)[f.name]
         kinds = typing.get_args(hint) or (hint,)
@@ -159,9 +182,9 @@ def _leaves(cls: type) -> tuple[_Leaf, ...]:
             kinds = (dict,)
         plain = tuple(kind for kind in kinds if kind in (str, bool, type(None)))
         numbers = {float: (float, int), int: (int,)}.get(kinds[0], ())
-        found.append(_Leaf(f.name, hint, is_section(hint), plain, numbers,
-                           f.metadata.get("choices", ())))
-    return tuple(found)
+        leaves.append(_Leaf(f.name, hint, is_section(hint), plain, numbers,
+                            f.metadata.get("choices", ())))
+    return tuple(leaves)
 
 
 def _check_types(section: SettingsSection) -> None:
@@ -185,24 +208,26 @@ def _check_types(section: SettingsSection) -> None:
 
 def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
           root: type | None = None) -> Any:
-    """A section from plain nested values.
+    """Build a section from plain nested values.
 
     Args:
-        cls: its class.
-        values: by name.
-        prefix: its path, with a trailing dot.
-        base: a section whose values those leaves have that `values` does not name; None: defaults.
-        root: the tree in which errors look for what may be meant; None: this section.
+        cls: class of the section.
+        values: values of the settings, by name.
+        prefix: dotted path of the section, with a trailing dot.
+        base: optional. A section that supplies the settings missing from `values`. By default the
+            missing settings have their default values.
+        root: optional. The tree in which error messages search for similar names. Defaults to
+            `cls`.
     Raises:
-        ValueError: unknown keys, a setting under two names, wrong types and bad values; it names
-            the path `prefix` + key.
+        ValueError: for an unknown key, a setting given under two names, a wrong type or an invalid
+            value. The message contains the dotted path.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = canonical(values, aliases(cls), prefix)
     unknown = sorted(str(key) for key in set(values) - set(fields))
     if unknown:
-        if said := removed(prefix + unknown[0]):
-            raise ValueError(said)
+        if removal := removed(prefix + unknown[0]):
+            raise ValueError(removal)
         near = [*_below(cls, unknown[0], prefix), *_below(root or cls, unknown[0], ""),
                 *(prefix + name for name in alike(unknown[0], fields))]
         near = list(dict.fromkeys(near))
@@ -215,7 +240,7 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
 
 
 def _below(cls: type, name: str, prefix: str) -> list[str]:
-    """Paths of the settings of this name in the sections of a section."""
+    """Return the dotted paths of all settings called `name` in the nested sections of `cls`."""
     sections = {section: hint for section, hint in hints_of(cls).items() if is_section(hint)}
     return [path for section, hint in sections.items()
             for path in ([f"{prefix}{section}.{name}"] if name in hints_of(hint) else
@@ -223,47 +248,51 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
 
 
 def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
-    """Second names in a section and below: dotted path to dotted path."""
-    found: dict[str, str] = {}
+    """Return the second names of all settings in a section and its nested sections, as a mapping
+    from dotted path to dotted path.
+    """
+    main_names: dict[str, str] = {}
     hints = hints_of(cls)
     for f in dataclasses.fields(cls):
         if is_section(hints[f.name]):
-            found.update(aliases(hints[f.name], f"{prefix}{f.name}."))
+            main_names.update(aliases(hints[f.name], f"{prefix}{f.name}."))
         elif f.metadata.get("alias"):
-            found[prefix + f.metadata["alias"]] = prefix + f.name
-    return found
+            main_names[prefix + f.metadata["alias"]] = prefix + f.name
+    return main_names
 
 
 def canonical(values: Mapping[str, Any], names: Mapping[str, str],
               prefix: str = "") -> dict[str, Any]:
-    """The same values by their first names.
+    """Return `values` with every alias replaced by the setting's main name.
 
     Args:
-        values: by name or alias.
-        names: see `aliases`.
-        prefix: what errors put before a name.
+        values: values by name or alias.
+        names: main name of each alias, as returned by `aliases`.
+        prefix: text that error messages put before a name.
     Raises:
-        ValueError: a setting is given under both names.
+        ValueError: a setting is given under both of its names.
     """
     for alias, name in names.items():
         if alias in values and name in values:
             raise ValueError(
                 f"{prefix}{alias}={short(values[alias])} and {prefix}{name}={short(values[name])} "
-                "name the same setting; give one of the two")
+                "set the same setting; give only one of them")
     return {names.get(name, name): value for name, value in values.items()}
 
 
 def is_section(hint: Any) -> TypeGuard[type[SettingsSection]]:
-    """Whether the type of a field is a section, not that of a leaf."""
+    """Return whether the type of a field is a nested section rather than a single setting."""
     return dataclasses.is_dataclass(hint)
 
 
 def hints_of(cls: type) -> Mapping[str, Any]:
-    """Field types of a section, as types."""
+    """Return the resolved type of each field of a section."""
     return _hints_of(cls)
 
 
-@functools.cache  # most of the time in which settings are read; it has no types for mypy
+# Cached, because resolving types dominates the time to read settings. `hints_of` wraps the function
+# because mypy loses the types of a cached function.
+@functools.cache
 def _hints_of(cls: type) -> Mapping[str, Any]:
     return MappingProxyType({name: hint for name, hint in typing.get_type_hints(cls).items()
                              if typing.get_origin(hint) is not ClassVar})
@@ -293,13 +322,13 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
 
 
 def says_none(value: Any) -> bool:
-    """Whether a value is the word "none", which the flags and their help use for None."""
+    """Return whether a value is the word "none", which flags and their help texts use for None."""
     return isinstance(value, str) and value.lower() == "none"
 
 
 def _scalar(kind: type, value: Any, path: str) -> Any:
     if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)  # YAML and Hydra read a text such as 4 as a number
+        return str(value)  # YAML and Hydra parse the text `4` as a number
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{cut(path)}={short(value)} must be a finite number")

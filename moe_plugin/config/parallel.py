@@ -1,4 +1,6 @@
-"""Settings of layouts, and of the tuner that measures them while a layer trains."""
+"""Settings of the layout of a layer (`parallel`), and of the tuner that measures layouts while a
+layer trains (`tuner`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from moe_plugin.config.options import (
 )
 
 CUTS = ("rows", "experts", "peers")
-MOST_PIECES, MOST_TRIALS = 4096, 10_000  # beyond any use
+MOST_PIECES, MOST_TRIALS = 4096, 10_000  # far above any practical value
 MEASURED = "measured"
 LEAST_SPEED = 1e-6
 
@@ -26,79 +28,61 @@ class ParallelConfig(SettingsSection):
     SHORTHAND = "mode"
 
     mode: str | None = option(
-        None,
-        "fixed: the layout given here; predicted: chosen once, by predicted time for the tokens of "
-        "the first call; auto: measured and chosen during training, for the current load; none: "
-        "fixed where a layout is named here or there is one rank, else auto where the group spans "
-        "nodes and predicted on one node",
-        choices=("fixed", "predicted", "auto"), flag="parallel")
-    r: int | None = option(
-        None,
-        "routing degree. 0: gather all experts' parameters, no all-to-all; r >= 1 (a divisor of "
-        "the ranks that an expert is cut over): each token goes to r ranks; none: as many as an "
-        "expert is cut into",
-        flag="parallel-r", alias="routing_degree")
+        None, "how the layout is chosen. fixed: the layout given in this section; predicted: "
+        "chosen once, by the predicted time for the tokens of the first call; auto: measured and "
+        "chosen during training, for the current load. Default (none): fixed if this section sets "
+        "a layout or there is only one rank; else auto if the group spans several nodes, and "
+        "predicted on one node", choices=("fixed", "predicted", "auto"), flag="parallel")
+    r: int | None = option(None, "routing degree. 0: gather the parameters of all experts, without "
+                           "an all-to-all; r >= 1 (a divisor of the number of ranks that share an "
+                           "expert): each token is sent to r ranks. Default (none): the number of "
+                           "ranks that share an expert", flag="parallel-r", alias="routing_degree")
     shards: int | None = option(
-        None,
-        "ranks over which every expert is cut along its inner width (Megatron's expert-tensor "
-        "parallelism), a divisor of the expert-parallel ranks; none: as few as the experts leave, "
-        "ranks/experts and at least 1",
-        flag="expert-shards")
-    d: int = option(
-        1,
-        "overlap degree: pieces in which rows are sent and computed, so that both overlap; 1: no "
-        "overlap",
-        flag="overlap", alias="overlap_degree")
-    d_backward: int = option(0, "overlap degree of the backward pass; 0: as forward",
+        None, "number of ranks over which every expert is split along its inner width (Megatron's "
+        "expert-tensor parallelism); must divide the number of expert-parallel ranks. Default "
+        "(none): the smallest possible number, ranks/experts but at least 1", flag="expert-shards")
+    d: int = option(1, "overlap degree: number of pieces in which rows are sent and computed, so "
+                    "that sending and computing overlap; 1: no overlap", flag="overlap",
+                    alias="overlap_degree")
+    d_backward: int = option(0, "overlap degree of the backward pass; 0: same as forward",
                              flag="overlap-backward")
-    cut: str = option(
-        "rows",
-        "how pieces are cut. rows: some of each expert and rank in every piece; experts: a rank's "
-        "experts one after another (EPS-MoE); peers: ranks one after another, rows that stay first "
-        "and last (FasterMoE)",
-        choices=CUTS, flag="overlap-cut")
-    prefill: bool = option(
-        False,
-        "in evaluation and generation, cut each call's rows by its load: as many pieces, along "
-        "rows or experts, as are predicted to take the least time (EPS-MoE), in place of d and cut",
-        flag="prefill-pieces")
-    replicas: int = option(
-        1,
-        "consecutive expert-parallel ranks that have the same tokens (tensor parallelism without "
-        "sequence parallelism)",
-        flag="replicas")
-    schedule: str = option(
-        "auto",
-        "with replicas: s1 splits tokens before the router, s2 the slots after it (needs a "
-        "capacity); auto: the faster one by the cost model",
-        choices=("auto", "s1", "s2"), flag="replicas-schedule")
+    cut: str = option("rows", "how rows are cut into pieces. rows: every piece contains some rows "
+                      "of each expert and rank; experts: a rank's experts one after another "
+                      "(EPS-MoE); peers: ranks one after another, with the rows that stay on the "
+                      "rank first and last (FasterMoE)", choices=CUTS, flag="overlap-cut")
+    prefill: bool = option(False, "in evaluation and generation, choose the number of pieces of "
+                           "each call, and whether to cut along rows or experts, by the predicted "
+                           "time for its load (EPS-MoE), instead of using d and cut",
+                           flag="prefill-pieces")
+    replicas: int = option(1, "number of consecutive expert-parallel ranks that have the same "
+                           "tokens (tensor parallelism without sequence parallelism)",
+                           flag="replicas")
+    schedule: str = option("auto", "with replicas: s1 splits the tokens before the router, s2 "
+                           "splits the slots after it (needs a capacity); auto: the faster one "
+                           "according to the cost model", choices=("auto", "s1", "s2"),
+                           flag="replicas-schedule")
     spill: str | None = option(
-        None,
-        "rows of overloaded experts, computed on ranks that borrow the expert's weights for one "
-        "call, where a prediction for its load says that this is faster. least_loaded: rows above "
-        "a rank's share, on the least loaded ranks (LLEP); everywhere: every rank keeps its own "
-        "rows (FasterMoE's shadowing); standing: replicas placed by the loads of earlier steps, "
-        "see replan; never; none: by the load with mode auto, else never",
-        choices=("never", "least_loaded", "everywhere", "standing"), flag="spill")
-    replan: int = option(
-        100,
-        "with spill standing: steps after which replicas are placed again, by the mean load of "
-        "these steps",
-        flag="replan")
-    guests: int = option(
-        2,
-        "experts that a rank may borrow at a time with spill: each takes the memory of an expert's "
-        "weights and gradients",
-        flag="guests")
-    speeds: str | None = option(
-        None,
-        "with spill: speeds of the expert-parallel ranks relative to each other, with commas, in "
-        "the order of ranks; slower ranks get fewer of the rows that move; measured: with spill "
-        "standing, moving averages of what ranks take; none: all alike",
-        flag="speeds")
+        None, "whether other ranks borrow the weights of overloaded experts for one call and "
+        "compute some of their rows, if this is predicted to be faster. least_loaded: rows above a "
+        "rank's share move to the least loaded ranks (LLEP); everywhere: every rank computes its "
+        "own rows (FasterMoE's shadowing); standing: replicas are placed by the loads of earlier "
+        "steps, see replan; never: rows do not move. Default (none): chosen for the load with mode "
+        "auto, else never", choices=("never", "least_loaded", "everywhere", "standing"),
+        flag="spill")
+    replan: int = option(100, "with spill=standing: number of steps after which the replicas are "
+                         "placed again, by the mean load of these steps", flag="replan")
+    guests: int = option(2, "with spill: largest number of experts that a rank borrows at the same "
+                         "time. Each borrowed expert needs memory for its weights and gradients",
+                         flag="guests")
+    speeds: str | None = option(None, "with spill: relative speeds of the expert-parallel ranks, "
+                                "separated by commas, in the order of ranks. Slower ranks receive "
+                                "fewer of the rows that move. measured: with spill=standing, "
+                                "moving averages of the ranks' compute times. Default (none): all "
+                                "ranks are equally fast", flag="speeds")
 
     def check_bounds(self) -> None:
-        # a layout that is left open may read less, once the group of ranks is known
+        # Only bounds are checked here. Whether a setting is read may depend on the group of ranks,
+        # which is not known yet if the layout is left open.
         for name, least, most in (("d", 1, MOST_PIECES), ("d_backward", 0, MOST_PIECES),
                                   ("replicas", 1, MOST_RANKS), ("guests", 1, MOST_EXPERTS),
                                   ("replan", 1, MOST_STEPS)):
@@ -107,7 +91,7 @@ class ParallelConfig(SettingsSection):
         self.within("shards", 1, MOST_RANKS, "use none")
         self.require("speeds", self.speeds is None or self.speeds == MEASURED
                      or _are_speeds(self.speeds),
-                     "numbers > 0 with commas, or measured",
+                     "numbers > 0 separated by commas, or measured",
                      "use 1,1,0.5,1 for four ranks, or none")
         self.require("speeds", self.speeds != MEASURED or self.spill == "standing",
                      "numbers where parallel.spill is not standing",
@@ -122,18 +106,27 @@ class ParallelConfig(SettingsSection):
 
     @property
     def may_be_tuned(self) -> bool:
-        """Whether layouts are measured while training, as far as settings alone say it."""
+        """Whether layouts may be measured during training, as far as the settings alone determine
+        it.
+        """
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
-        """`speeds` as numbers; None: not given, or measured. `ValueError`: another number than
-        `ranks`.
+        """Return `speeds` as numbers.
+
+        Args:
+            ranks: number of expert-parallel ranks.
+        Returns:
+            One relative speed per rank, or None if the speeds are not given or are measured.
+        Raises:
+            ValueError: the number of speeds differs from `ranks`.
         """
         if self.speeds is None or self.speeds == MEASURED:
             return None
         speeds = tuple(float(word) for word in self.speeds.split(","))
         self.require("speeds", len(speeds) == ranks,
-                     f"as many numbers as expert-parallel ranks, {ranks}", "give one for each")
+                     f"as many numbers as expert-parallel ranks, {ranks}",
+                     "give one number per rank")
         return speeds
 
 
@@ -146,24 +139,23 @@ def _are_speeds(text: str) -> bool:
 
 @dataclass(kw_only=True)
 class TunerConfig(SettingsSection):
-    """How `parallel.mode: auto` looks for the fastest layout; see docs/adaptive.md."""
+    """How `parallel.mode: auto` searches for the fastest layout; see docs/adaptive.md."""
 
     PATH = "tuner."
 
-    max_d: int = option(4, "auto: largest overlap degree tried (1, 2, 4, ... up to it)",
+    max_d: int = option(4, "auto: largest overlap degree that is tried (1, 2, 4, ... up to max_d)",
                         flag="overlap-max")
-    tries: int = option(6, "auto: layouts timed for a new load, the best predicted first",
-                        flag="parallel-tries")
-    samples: int = option(2, "auto: rounds of timed calls, at least, before layouts are compared",
-                         flag="parallel-samples")
-    drift: float = option(
-        0.3, "auto: relative change of a layer's time after which it is tuned again",
-        flag="parallel-drift")
-    bucket: float = option(1.5, "auto: loads within this factor of each other share a choice",
-                           flag="parallel-bucket")
-    device: str | None = option(
-        None, "device file for the cost model (see configs/devices); none: default values",
-        flag="parallel-device")
+    tries: int = option(6, "auto: number of layouts timed for a new load, in the order of "
+                        "predicted speed", flag="parallel-tries")
+    samples: int = option(2, "auto: smallest number of rounds of timed calls before layouts are "
+                          "compared", flag="parallel-samples")
+    drift: float = option(0.3, "auto: relative change of a layer's time after which the layer is "
+                          "tuned again", flag="parallel-drift")
+    bucket: float = option(1.5, "auto: loads that differ by at most this factor share one choice "
+                           "of layout", flag="parallel-bucket")
+    device: str | None = option(None, "device file for the cost model (see configs/devices). "
+                                "Default (none): default values of the model",
+                                flag="parallel-device")
 
     def check_bounds(self) -> None:
         for name, most in (("max_d", MOST_PIECES), ("tries", MOST_TRIALS),

@@ -1,4 +1,6 @@
-"""Settings of the routers: what all share, and one small section for each that needs more."""
+"""Settings of the routers (`router`): the settings that all routers share, and one small section
+for each router that needs more.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,20 @@ from moe_plugin.utils.registry import KINDS
 
 @dataclass(kw_only=True)
 class HashConfig(SettingsSection):
-    """The hash router's table."""
+    """The table of the hash router, which maps token ids to experts."""
 
     PATH = "router.hash."
 
-    kind: str = option(
-        "balanced",
-        "random: any expert; balanced: tokens by falling frequency, each to the expert with "
-        "the least load; file: as `path` says",
-        choices=("random", "balanced", "file"), flag="hash")
-    vocabulary: int = option(0, "number of token ids; 0: the host's",
+    kind: str = option("balanced", "how the table is built. random: any expert for each token id; "
+                       "balanced: token ids in order of falling frequency, each assigned to the "
+                       "expert with the least load; file: read from `path`",
+                       choices=("random", "balanced", "file"), flag="hash")
+    vocabulary: int = option(0, "number of token ids; 0: the host's vocabulary size",
                              flag="hash-vocabulary")
-    path: str | None = option(
-        None,
-        "text file of one integer per token id: its expert (file) or its frequency (balanced)",
-        flag="hash-file")
-    seed: int = option(0, "seed of a random table, and of the order among equally frequent tokens",
-                       flag="hash-seed")
+    path: str | None = option(None, "text file with one integer per token id: the token's expert "
+                              "(kind file) or its frequency (kind balanced)", flag="hash-file")
+    seed: int = option(0, "seed of a random table, and of the order of equally frequent tokens in "
+                       "a balanced one", flag="hash-seed")
 
     def check_bounds(self) -> None:
         self.within("vocabulary", 0, 1 << 31, "set it to the size of the vocabulary")
@@ -48,17 +47,17 @@ class HashConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SparsityConfig(SettingsSection):
-    """Dense-to-sparse: from all experts at a high temperature to few at a low one."""
+    """Temperature schedule of the dense-to-sparse router, from all experts to a few."""
 
     PATH = "router.sparsity."
 
     start: float = option(2.0, "temperature at the first step", flag="temperature-start")
-    end: float = option(0.1, "temperature from step `steps` on", flag="temperature-end")
-    steps: int = option(10000, "optimizer steps from start to end, geometrically",
-                        flag="temperature-steps")
-    threshold: float = option(
-        0.1, "experts below this share are skipped; a token's best expert never is",
-        flag="gate-threshold")
+    end: float = option(0.1, "temperature after `steps` optimizer steps and later",
+                        flag="temperature-end")
+    steps: int = option(10000, "optimizer steps from start to end; the temperature changes "
+                        "geometrically", flag="temperature-steps")
+    threshold: float = option(0.1, "experts with a smaller share of a token are skipped; a token's "
+                              "best expert is never skipped", flag="gate-threshold")
 
     def check_bounds(self) -> None:
         for name, temperature in (("start", self.start), ("end", self.end)):
@@ -69,70 +68,62 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How routers see the network (topology_quota, ta_moe, and the loss ta_moe)."""
+    """How routers use the network's link costs (routers topology_quota and ta_moe, loss ta_moe)."""
 
     PATH = "router.links."
 
-    costs: str | None = option(
-        None,
-        "YAML or JSON file with a square list of lists: seconds per byte from rank i to rank j of "
-        "the expert-parallel group; none: by comm.cluster, else 1 within a node and "
-        "`far` between nodes", flag="link-costs")
-    far: float = option(8.0, "cost of a byte to another node, relative to one within a node",
-                        flag="link-far-cost")
-    quota: float = option(0.14,
-                          "topology_quota: the largest share of choices that may leave the node",
+    costs: str | None = option(None, "YAML or JSON file with a square list of lists: seconds per "
+                               "byte from rank i to rank j of the expert-parallel group. Default "
+                               "(none): from comm.cluster, else 1 within a node and `far` between "
+                               "nodes", flag="link-costs")
+    far: float = option(8.0, "cost of sending a byte to another node, relative to sending it "
+                        "within a node", flag="link-far-cost")
+    quota: float = option(0.14, "topology_quota: largest share of choices that may leave the node",
                           flag="off-node-quota")
-    blend: float = option(1.0,
-                          "loss ta_moe: 1: penalties by link cost alone; 0: none, the switch loss",
+    blend: float = option(1.0, "loss ta_moe: weight of the link costs in the penalties. 1: link "
+                          "costs alone; 0: no link costs, which is the switch loss",
                           flag="topology-blend")
-    pair_capacity: float = option(
-        0.0,
-        "ta_moe: > 0: choices for an expert beyond this factor times its topology-aware share are "
-        "dropped",
-        flag="pair-capacity")
-    overflow: str = option(
-        "drop",
-        "choices beyond pair_capacity: drop; next: the next best expert with room",
-        choices=("drop", "next"), flag="pair-overflow")
-    visited: float = option(
-        0.0,
-        "ta_moe, topology_quota: added, for the choice alone, to scores of experts on nodes that a "
-        "token's row visits anyway; fewer rows travel between nodes with dispatch.send; 0: none",
-        flag="visited-bias")
+    pair_capacity: float = option(0.0, "ta_moe: if > 0, choices for an expert beyond this factor "
+                                  "times its topology-aware share are dropped",
+                                  flag="pair-capacity")
+    overflow: str = option("drop", "what happens to choices beyond pair_capacity. drop: they are "
+                           "dropped; next: they move to the next best expert with free capacity",
+                           choices=("drop", "next"), flag="pair-overflow")
+    visited: float = option(0.0, "ta_moe, topology_quota: number added to the scores of experts on "
+                            "nodes that the token's row visits anyway, for the choice of experts "
+                            "only. With dispatch.send, fewer rows travel between nodes; 0: nothing "
+                            "is added", flag="visited-bias")
 
     def check_bounds(self) -> None:
         if not 0 <= self.visited <= 1e6:
-            self.require("visited", False, ">= 0 and <= 1e6", "use 0 for none, or 0.02")
+            self.require("visited", False, ">= 0 and <= 1e6", "use 0 for no bonus, or 0.02")
         self.require("far", self.far > 0, "> 0", "use 8")
         self.require("quota", 0 <= self.quota <= 1, "in [0, 1]", "use 0.14")
         self.require("blend", 0 <= self.blend <= 1, "in [0, 1]", "use 1")
-        self.require("pair_capacity", self.pair_capacity >= 0, ">= 0", "use 0 for none")
+        self.require("pair_capacity", self.pair_capacity >= 0, ">= 0",
+                     "use 0 for no limit")
         self.require("overflow", self.overflow == "drop" or self.pair_capacity >= 1,
-                     "'drop' unless router.links.pair_capacity >= 1, so that there is room",
+                     "'drop' unless router.links.pair_capacity >= 1, so that slots remain free",
                      "use router.links.pair_capacity=1")
 
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """Which router of a list decides a call that names none itself."""
+    """Which router of a list is used for a call that does not name one."""
 
     PATH = "router.selection."
 
-    rule: str = option(
-        "first",
-        "with several routers in `name`: first: always the first; layer: MoE layer n takes router "
-        "n modulo their number; cycle: one after the other, by optimizer step; random: a seeded "
-        "draw by step and layer; or a registered name",
-        flag="router-selection")
-    every: int = option(1, "cycle, random: optimizer steps until the next choice",
+    rule: str = option("first", "with several routers in `name`, the rule that selects one. first: "
+                       "always the first; layer: MoE layer n uses router n modulo the number of "
+                       "routers; cycle: the routers in order, changing with the optimizer step; "
+                       "random: a seeded draw by step and layer; or a registered name",
+                       flag="router-selection")
+    every: int = option(1, "cycle, random: number of optimizer steps until the next selection",
                         flag="router-selection-every")
     seed: int = option(0, "random: seed of the draws, the same on all ranks",
                        flag="router-selection-seed")
-    outside_training: int = option(
-        0,
-        "cycle, random: index in `name`, from 0, of the router that decides outside training",
-        flag="router-selection-eval")
+    outside_training: int = option(0, "cycle, random: index in `name`, starting at 0, of the "
+                                   "router used outside training", flag="router-selection-eval")
 
     def check_bounds(self) -> None:
         self.require("rule", bool(self.rule), "a registered name", "use first")
@@ -145,61 +136,71 @@ class SelectionConfig(SettingsSection):
         self.read_where(self.rule != "cycle", where, "use the rule random", "seed")
 
 
-_SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # of one router each
+_SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # read by one router each
 
 
 def router_names(text: str) -> list[str]:
-    """The routers that `router.name` lists."""
+    """Return the routers listed in `router.name`."""
     return [name.strip() for name in text.split(",")]
 
 
 def router_class(name: str) -> Any:
-    """What is registered under a name: a class that declares what it reads and how many experts a
-    token has (`routing.RouterModule`), or a user's function. None: nothing, or no router is loaded
-    yet: settings are looked at again when a layer is built.
+    """Return the class or function registered as a router under `name`.
+
+    A router class of this package declares which settings the router reads and how many experts a
+    token has (`routing.RouterModule`). A user may register a function.
+
+    Returns:
+        The registered object, or None if the name is unknown or no router is loaded yet. Settings
+            are checked again when a layer is built.
     """
     registry = KINDS.get("router")
     return None if registry is None else registry.find(name)
 
 
 def reads_of(name: str) -> frozenset[str] | None:
-    """What a router of this package reads of `router`, as its class declares it for itself.
+    """Return the settings of `router` that a router of this package declares to read.
 
-    None: one of a user's, which may read any setting; or see `router_class`.
+    Returns:
+        The names of the settings, or None for a user's router, which may read any setting, and for
+            an unknown name (see `router_class`).
     """
     return getattr(router_class(name), "__dict__", {}).get("reads")
 
 
 def fixed_k_of(name: str) -> int | None:
-    """Experts per token of a router that leaves no choice; None: as configured."""
+    """Return the number of experts per token if the router fixes it, or None if `top_k` decides."""
     return getattr(router_class(name), "fixed_k", None)
 
 
 def built_in() -> dict[str, frozenset[str]]:
-    """The routers of this package, with `reads_of`."""
-    found = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
-    return {name: reads for name, reads in found.items() if reads is not None}
+    """Return the routers of this package with the settings that they read (see `reads_of`)."""
+    routers = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
+    return {name: reads for name, reads in routers.items() if reads is not None}
 
 
 def readers_of(setting: str, value: Any) -> Collection[str]:
-    """The routers of this package that read a setting of `router` where it has this value; all of
-    them, where none declares that it does.
+    """Return the routers of this package that read a setting of `router` with the given value.
+
+    All routers of this package are returned if no router declares the setting.
     """
     declared = built_in()
     for key in (f"{setting}={value}", setting):
-        found = [name for name, reads in declared.items() if key in reads]
-        if found:
-            return found
+        readers = [name for name, reads in declared.items() if key in reads]
+        if readers:
+            return readers
     return declared
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Whether one of these routers is one of the readers, or a user's own."""
+    """Return whether any of the routers `names` is one of `readers` or a user's own router."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 
 def _use(readers: Collection[str]) -> str:
-    """What to use instead: a router that reads a setting, first the usual one or the last of few.
+    """Return a remedy that names the routers in `readers`.
+
+    The most common router comes first, or else the last reader.
     """
     usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
     first = next(iter([*usual, *reversed(list(readers))]), "topk")
@@ -213,96 +214,72 @@ class RouterConfig(SettingsSection):
 
     PATH = "router."
 
-    name: str = option(
-        "topk",
-        "router, by registered name; several, with commas: `selection` says which decides a call",
-        flag="router")
-    top_k: int = option(
-        2,
-        "experts per token (expert_choice: on average; base, gshard, hash, switch: fixed; not "
-        "dense_to_sparse)",
-        flag="top-k")
+    name: str = option("topk", "router, by registered name. With several names, separated by "
+                       "commas, `selection` decides which router is used for a call", flag="router")
+    top_k: int = option(2, "experts per token (expert_choice: on average; fixed for base, gshard, "
+                        "hash and switch; not used by dense_to_sparse)", flag="top-k")
     top_k_at: dict[float, int] = field(default_factory=dict, metadata={
-        "help": "experts per token from a step on: 1000=1 ({1000: 1}), or a part of the run: 0.5=1",
+        "help": "changes of the experts per token, by the step from which they apply: 1000=1 (in a "
+                "file {1000: 1}), or by the fraction of the run: 0.5=1",
         "flag": "top-k-at", "entry": "step=experts"})
-    score: str = option("softmax", "score function: softmax over experts, sigmoid of each, or a "
-                        "registered name", flag="router-score")
+    score: str = option("softmax", "score function: softmax over the experts, sigmoid of each "
+                        "logit, or a registered name", flag="router-score")
     normalize: str = option(
-        "auto",
-        "divide the chosen scores by their sum: before_drop, after_drop (of tokens) or none; auto: "
-        "before_drop with top_k > 1 and a router that divides, else none; always: before_drop, of "
-        "one expert, too, whose weight then is 1 without a gradient",
-        choices=("auto", "none", "before_drop", "after_drop", "always"), flag="router-normalize",
-    )
-    normalize_add: float = option(
-        1e-20, "normalize divides by max(sum + normalize_add, normalize_min); families of models "
-        "have numbers of their own (docs/balance.md)", flag="router-normalize-add")
-    normalize_min: float = option(
-        0.0, "the least number by which normalize divides; 0: none", flag="router-normalize-min")
-    bias: bool = option(
-        False, "a learned bias on the logits of linear routers, zero at first (gpt-oss)",
-        flag="router-logit-bias")
+        "auto", "whether to divide the chosen scores by their sum: before_drop or after_drop (of "
+        "tokens), or none; auto: before_drop if top_k > 1 and the router normalizes, else none; "
+        "always: before_drop even for a single expert, whose weight is then 1 and has no gradient",
+        choices=("auto", "none", "before_drop", "after_drop", "always"), flag="router-normalize")
+    normalize_add: float = option(1e-20, "normalize divides by max(sum + normalize_add, "
+                                  "normalize_min); model families use different values "
+                                  "(docs/balance.md)", flag="router-normalize-add")
+    normalize_min: float = option(0.0, "smallest divisor that normalize uses; 0: no lower bound",
+                                  flag="router-normalize-min")
+    bias: bool = option(False, "add a learned bias, initially zero, to the logits of linear "
+                        "routers (gpt-oss)", flag="router-logit-bias")
     scaling: float = option(1.0, "factor on every gate weight", flag="router-scaling")
-    fp32: bool = option(
-        False,
-        "keep the router's parameters in float32 in a model of lower precision (scores always "
-        "are)",
-        flag="router-fp32")
-    noise: float = option(0.0,
-                          "training: add noise/num_experts times a standard normal to the logits",
-                          flag="router-noise")
-    input_jitter: float = option(0.0, "training: multiply the router's input by U[1-j, 1+j]",
-                                 flag="router-jitter")
-    input_dropout: float = option(
-        0.0, "training: dropout on the router's input", flag="router-input-dropout")
+    fp32: bool = option(False, "store the router's parameters in float32 in a model of lower "
+                        "precision (scores are always float32)", flag="router-fp32")
+    noise: float = option(0.0, "training: add noise/num_experts times a standard normal sample to "
+                          "the logits", flag="router-noise")
+    input_jitter: float = option(0.0, "training: multiply the router's input by a sample of U[1-j, "
+                                 "1+j]", flag="router-jitter")
+    input_dropout: float = option(0.0, "training: dropout probability on the router's input",
+                                  flag="router-input-dropout")
     second_expert_policy: str = option(
-        "all",
-        "topk, cosine, ta_moe, in training, top_k = 2: all keeps the second expert; sampling "
-        "draws it with Gumbel noise; random keeps it with probability min(1, 2 g2)",
-        choices=("all", "sampling", "random"),
-        flag="router-second-expert",
-    )
-    batch_prioritized: bool = option(
-        False, "when slots run out, drop the least confident tokens rather than the last",
-        flag="batch-prioritized")
-    groups: int = option(
-        0,
-        "sam, group_limited, sigmoid_bias: groups of consecutive experts, e.g. a node; 0: none",
-        flag="router-groups")
-    group_top_k: int = option(1, "group_limited, sigmoid_bias: groups a token may choose from",
-                              flag="router-group-top-k")
-    group_scores: int = option(
-        0,
-        "group_limited, sigmoid_bias: so many best scores of a group add up to its own; 0: "
-        "top_k // group_top_k, at least 1",
-        flag="router-group-scores")
-    bias_rate: float = option(1e-3, "sigmoid_bias: how far a bias moves per step",
+        "all", "topk, cosine, ta_moe with top_k = 2, in training: all always uses the second "
+        "expert; sampling draws the second expert with Gumbel noise; random uses the second expert "
+        "with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
+        flag="router-second-expert")
+    batch_prioritized: bool = option(False, "when an expert's slots run out, drop the least "
+                                     "confident tokens rather than the last ones",
+                                     flag="batch-prioritized")
+    groups: int = option(0, "sam, group_limited, sigmoid_bias: number of groups of consecutive "
+                         "experts, e.g. one group per node; 0: no groups", flag="router-groups")
+    group_top_k: int = option(1, "group_limited, sigmoid_bias: number of groups from which a token "
+                              "may choose experts", flag="router-group-top-k")
+    group_scores: int = option(0, "group_limited, sigmoid_bias: number of best scores in a group "
+                               "that are summed to the group's score; 0: top_k // group_top_k, at "
+                               "least 1", flag="router-group-scores")
+    bias_rate: float = option(1e-3, "sigmoid_bias: change of a bias per step",
                               flag="router-bias-rate")
-    quantile_ema: float = option(
-        0.0, "quantile: part of a bias that a step keeps; 0: the latest step's quantiles alone",
-        flag="router-quantile-ema")
+    quantile_ema: float = option(0.0, "quantile: fraction of a bias that is kept from the previous "
+                                 "step; 0: only the latest step's quantiles count",
+                                 flag="router-quantile-ema")
     cosine_dim: int = option(256, "cosine: width in which tokens and experts are compared",
                              flag="router-cosine-dim")
-    pre_gate: int = option(
-        0,
-        "1: each MoE block chooses the experts of the next one, one block early; the first one "
-        "has a gate of its own, too",
-        flag="pre-gate")
-    predict: bool = option(
-        False,
-        "evaluation, with experts.store=host or disk: while a block computes, fetch the experts "
-        "that the next block's gate would choose for its tokens",
-        flag="predict-experts")
-    force: str = option(
-        "none",
-        "balance: choices are not the router's, but as even as can be, for benchmarks "
-        "(docs/balance.md)",
-        choices=("none", "balance"), flag="router-force")
-    mixer_eps: float = option(
-        0.01,
-        "sparsemixer: experts within twice this part of the best logit come close to it, and share "
-        "its weight", flag="router-mixer-eps")
-    sinkhorn_rounds: int = option(20, "sinkhorn: rounds of scaling rows and columns",
+    pre_gate: int = option(0, "1: each MoE block chooses the experts of the next block, one block "
+                           "early; the first block also has its own gate. 0: each block chooses "
+                           "its own experts", flag="pre-gate")
+    predict: bool = option(False, "evaluation with experts.store=host or disk: while a block "
+                           "computes, fetch the experts that the next block's gate would choose "
+                           "for the block's tokens", flag="predict-experts")
+    force: str = option("none", "balance: replace the router's choices by choices that are as even "
+                        "as possible, for benchmarks (docs/balance.md)",
+                        choices=("none", "balance"), flag="router-force")
+    mixer_eps: float = option(0.01, "sparsemixer: experts whose logit is within twice this "
+                              "fraction of the best logit share its weight",
+                              flag="router-mixer-eps")
+    sinkhorn_rounds: int = option(20, "sinkhorn: number of rounds that scale rows and columns",
                                   flag="router-sinkhorn-rounds")
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     hash: HashConfig = field(default_factory=HashConfig)
@@ -311,7 +288,7 @@ class RouterConfig(SettingsSection):
 
     def check_bounds(self) -> None:
         self.require("name", bool(self.names) and all(self.names),
-                     "a registered name, or several with commas", "use topk")
+                     "a registered name, or several separated by commas", "use topk")
         self.require("score", bool(self.score), "a registered name", "use softmax")
         self.require("top_k", self.top_k >= 1, ">= 1", "use 1 (Switch) or 2 (GShard)")
         self.top_k_at = {int(step) if step >= 1 and step == int(step) else step: k
@@ -321,8 +298,8 @@ class RouterConfig(SettingsSection):
                      "write the first change first, e.g. 100=2,200=1")
         self.require("top_k_at", all(0 < step < 1 for step in steps) or all(
             2 <= step <= MOST_STEPS and step == int(step) for step in steps),
-                     f"by steps from 2 to {MOST_STEPS}, or by parts of the run between 0 and 1",
-                     "give the first step's number of experts by router.top_k")
+                     f"by steps from 2 to {MOST_STEPS}, or by fractions of the run between 0 and 1",
+                     "set the first step's number of experts with router.top_k")
         self.require("top_k_at", all(k >= 1 for k in self.top_k_at.values()), ">= 1 expert",
                      "use 1 or 2")
         self.require("noise", self.noise >= 0, ">= 0", "use 0 for no noise")
@@ -336,7 +313,7 @@ class RouterConfig(SettingsSection):
         self.require("second_expert_policy", two, "'all' unless router.top_k=2",
                      f"router.top_k is {', then '.join(map(str, self.several_k))}: set it to 2 or "
                      "the policy to 'all'")
-        self.within("groups", 0, MOST_EXPERTS, "use 0 for none")
+        self.within("groups", 0, MOST_EXPERTS, "use 0 for no groups")
         self.require("group_top_k", 1 <= self.group_top_k <= max(1, self.groups),
                      f"in 1..router.groups={self.groups}", "use 1")
         self.within("group_scores", 0, MOST_EXPERTS, "use 0")
@@ -344,14 +321,15 @@ class RouterConfig(SettingsSection):
         self.require("quantile_ema", 0 <= self.quantile_ema < 1, "in [0, 1)", "use 0")
         several, selection = len(self.names), self.selection
         self.require("selection.rule", selection.rule == "first" or several > 1,
-                     f"'first' with the one router {short(self.name)}",
+                     f"'first' with the single router {short(self.name)}",
                      "list several in router.name, e.g. switch,hash")
         self.require("selection.outside_training", selection.outside_training < several,
                      f"in 0..{several - 1}", f"router.name lists {several}")
         self.within("cosine_dim", 1, MOST_WIDTH, "use the default")
-        self.within("pre_gate", 0, 1, "use 1 to choose one block early, 0 not to")
+        self.within("pre_gate", 0, 1, "use 1 to choose experts one block early, else 0")
         self.require("predict", not (self.predict and self.pre_gate),
-                     "off where router.pre_gate=1, which knows the experts", "leave it out")
+                     "off where router.pre_gate=1, which already determines the experts",
+                     "leave it out")
         self.require("mixer_eps", 0 <= self.mixer_eps <= 1, "in 0..1", "use 0.01")
         self.within("sinkhorn_rounds", 1, 10_000, "use the default")
         self.require("force", self.force == "none" or self.second_expert_policy == "all",
@@ -365,7 +343,7 @@ class RouterConfig(SettingsSection):
         self.check_read()
 
     def check_read(self) -> None:
-        """Nothing is set that no configured router reads."""
+        """Reject settings that no configured router reads."""
         where = f"where router.name={short(self.name)}"
         for f in dataclasses.fields(self):
             value, section = getattr(self, f.name), f.default is dataclasses.MISSING
@@ -399,12 +377,12 @@ class RouterConfig(SettingsSection):
                         "not read it", "leave it out, or use router.name=topk")
         if 1 in self.several_k and set(self.names) == {"noisy_topk"}:
             self.unread("top_k" if self.top_k == 1 else "top_k_at",
-                        f"> 1 {where}: a softmax over one choice is always 1, and the task would "
-                        "teach the router nothing",
+                        f"> 1 {where}: a softmax over one choice is always 1, so the router would "
+                        "receive no gradient from the task",
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
-        """Whether one of the configured routers is one of these, or a user's own."""
+        """Return whether any configured router is one of `readers` or a user's own router."""
         return may_be_read(self.names, readers)
 
     @property
@@ -414,15 +392,19 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """`top_k`, and what `top_k_at` puts in its place."""
+        """All values of the experts per token: `top_k`, then the values in `top_k_at`."""
         return [self.top_k, *self.top_k_at.values()]
 
     @property
     def experts_per_token(self) -> int:
-        """`top_k`, at most, or what takes its place in routers whose number is fixed."""
+        """The largest number of experts per token of any configured router and step."""
         return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:
-        """Experts that a token may have, of so many."""
+        """Return the largest number of experts that one token can have.
+
+        Args:
+            experts: number of experts of the layer.
+        """
         return max(experts if getattr(router_class(name), "any_number", False)
                    else fixed_k_of(name) or max(self.several_k) for name in self.names)

@@ -1,13 +1,13 @@
-"""The two trees of settings: `MoEConfig`, what a layer reads, and `RunConfig`, what a run reads.
+"""The two settings trees: `MoEConfig`, which a layer reads, and `RunConfig`, which a training run
+reads.
 
-A setting is in the tree of what reads it, and can be given nowhere else. Names of sections differ,
-so that a file, dotted paths and flags hold settings of both. Defaults live here and nowhere else;
-host flags are generated from the trees (`moe_plugin.config.flags`).
+Each setting belongs to exactly one tree. Section names differ between the trees, so one file, one
+set of dotted paths or one command line can contain settings of both. This package is the only place
+that defines defaults. The hosts' flags are generated from the trees by `moe_plugin.config.flags`.
 
-Each leaf field carries `help`, and may carry `choices` (a fixed set) or `flag` (the host flag's
-name after `--moe-`). Names that come from a registry (router, dispatcher, all-to-all, expert
-compute) are checked against that registry when the layer is built, because users may register their
-own.
+Each setting declares a `help` text, and optionally `choices` (a fixed set of values) or `flag` (the
+name of the host flag after `--moe-`). Names from a registry (router, dispatcher, all-to-all, expert
+compute) are checked when the layer is built, because users can register their own.
 """
 
 from __future__ import annotations
@@ -48,27 +48,22 @@ from moe_plugin.utils.yaml_file import read_yaml
 class MoEConfig(SettingsSection):
     """All settings of one MoE layer.
 
-    Hosts set `model_dim`; users set the rest by flag, YAML or code.
+    Hosts set `model_dim`. Users set all other settings by flag, YAML file or code.
     """
 
     model_dim: int = option(0, "width of a token; the host sets it")
-    num_experts: int = option(8, "experts in the whole expert-parallel group", flag="num-experts")
-    imports: str | None = option(
-        None,
-        "your own modules, comma-separated dotted names or .py files; imported before names are "
-        "looked up, so that they can register routers, losses, ...; in a file only with "
-        "--moe-trust-imports",
-        flag="import")
-    deterministic: bool = option(
-        False,
-        "the same seed and settings give the same bits, also on GPUs of one model; an operator "
-        "that is not deterministic is an error (docs/own_routers.md)",
-        flag="deterministic")
-    batch_invariant: bool = option(
-        False,
-        "a token's output is the same, bit for bit, whatever else is in the batch: router and "
-        "experts multiply in blocks of one size (docs/rollouts.md)",
-        flag="batch-invariant")
+    num_experts: int = option(8, "number of experts in the whole expert-parallel group",
+                              flag="num-experts")
+    imports: str | None = option(None, "your own modules, as dotted names or .py files separated "
+                                 "by commas. They are imported before names are looked up, so that "
+                                 "they can register routers, losses and so on. In a file, "
+                                 "`imports` requires --moe-trust-imports", flag="import")
+    deterministic: bool = option(False, "the same seed and settings produce the same bits, "
+                                 "including on GPUs of the same model; a nondeterministic operator "
+                                 "is an error (docs/own_routers.md)", flag="deterministic")
+    batch_invariant: bool = option(False, "a token's output is bitwise identical whatever else is "
+                                   "in the batch: the router and the experts multiply in blocks of "
+                                   "one fixed size (docs/rollouts.md)", flag="batch-invariant")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
         default_factory=lambda: {"gshard": 0.01}, metadata={
@@ -84,7 +79,7 @@ class MoEConfig(SettingsSection):
     tuner: TunerConfig = field(default_factory=TunerConfig)
 
     def check_bounds(self) -> None:
-        """Check sizes, and settings of several sections against each other."""
+        """Check sizes, and combinations of settings from different sections."""
         self.within("model_dim", 0, MOST_WIDTH, "let the host set it")
         self.within("num_experts", 1, MOST_EXPERTS, "use 8")
         self.require("router.top_k", self.router.top_k <= self.num_experts,
@@ -97,14 +92,14 @@ class MoEConfig(SettingsSection):
             check(weight >= 0, f"losses.{name}", weight, ">= 0", "use 0 to switch a loss off")
         self.require("parallel.mode", not self.deterministic or self.parallel.mode != "auto",
                      "fixed where deterministic=True",
-                     "a layout chosen by measured time adds up in another order from run to run: "
-                     "set one with parallel.r and parallel.d")
+                     "a layout chosen by measured time changes the order of sums from run to run; "
+                     "set a layout with parallel.r and parallel.d")
         measured = self.parallel.speeds == "measured"
         self.require("parallel.speeds", not self.deterministic or not measured,
                      "numbers where deterministic=True",
-                     "rows that go by measured time add up in another order from run to run: give "
-                     "numbers, or none")
-        # `device` is also for layouts that are predicted, or named call by call
+                     "rows that move by measured time change the order of sums from run to run; "
+                     "use numbers, or none")
+        # `device` is excluded: predicted layouts and layouts chosen per call read it as well.
         self.tuner.read_where(self.parallel.may_be_tuned,
                               f"where parallel.mode={self.parallel.mode}",
                               "use parallel.mode=auto", "max_d", "tries", "samples", "drift",
@@ -116,25 +111,25 @@ class MoEConfig(SettingsSection):
             weight = self.losses.get(name, 0)
             check(not weight > 0 or self.router.noise > 0, f"losses.{name}", weight,
                   "0 unless router.noise > 0",
-                  "its load term is the probability under the noise: set router.noise, e.g. 1.0")
+                  "its load term is a probability under the noise; set router.noise, e.g. to 1.0")
 
     def _check_batch_invariant(self) -> None:
         for name, allowed, why in (
-                ("dispatch.capacity_factor", (None,), "other tokens decide what is dropped"),
-                ("dispatch.eval_capacity_factor", (None,), "other tokens decide what is dropped"),
-                ("dispatch.eval_token_fraction", (0.0,), "other tokens decide what is dropped"),
+                ("dispatch.capacity_factor", (None,), "the batch decides what is dropped"),
+                ("dispatch.eval_capacity_factor", (None,), "the batch decides what is dropped"),
+                ("dispatch.eval_token_fraction", (0.0,), "the batch decides what is dropped"),
                 ("dispatch.name", ("bounded", "deepep", "hybridep", "nccl_ep", "ragged"),
-                 "others sum over ranks in an order of the batch"),
-                ("parallel.mode", (None, "fixed"), "layouts add up in other orders"),
-                ("parallel.spill", (None, "never"), "other tokens decide who computes a row"),
-                ("experts.compute", ("auto", "blocks"), "others sum in an order of the batch"),
-                ("experts.kind", ("ffn", "gated_ffn"), "others multiply by themselves"),
-                ("experts.precision", ("ieee",), "rows share their scales"),
-                ("experts.dropout", (0.0,), "random numbers go by the place in the batch"),
-                ("router.noise", (0.0,), "random numbers go by the place in the batch"),
-                ("router.input_jitter", (0.0,), "random numbers go by the place in the batch"),
-                ("router.input_dropout", (0.0,), "random numbers go by the place in the batch"),
-                ("router.second_expert_policy", ("all",), "others drop by the batch's numbers")):
+                 "others sum over ranks in an order set by the batch"),
+                ("parallel.mode", (None, "fixed"), "layouts sum in different orders"),
+                ("parallel.spill", (None, "never"), "the batch decides where rows are computed"),
+                ("experts.compute", ("auto", "blocks"), "others sum in an order set by the batch"),
+                ("experts.kind", ("ffn", "gated_ffn"), "other kinds use their own matrix products"),
+                ("experts.precision", ("ieee",), "rows share quantization scales"),
+                ("experts.dropout", (0.0,), "random numbers depend on the batch position"),
+                ("router.noise", (0.0,), "random numbers depend on the batch position"),
+                ("router.input_jitter", (0.0,), "random numbers depend on the batch position"),
+                ("router.input_dropout", (0.0,), "random numbers depend on the batch position"),
+                ("router.second_expert_policy", ("all",), "others drop choices at random")):
             value = operator.attrgetter(name)(self)
             self.require(name, value in allowed,
                          f"{allowed[-1]} where batch_invariant=True",
@@ -156,7 +151,9 @@ class MoEConfig(SettingsSection):
                          "use router.name=ta_moe or losses.ta_moe", "costs", "far")
 
     def prepare(self) -> None:
-        """Before a layer is built: import users' modules, and check what only a layer needs."""
+        """Prepare for building a layer: import the user's modules, and check requirements that only
+        a layer has.
+        """
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -169,26 +166,31 @@ class MoEConfig(SettingsSection):
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that travel, and of the experts' inputs and outputs."""
+        """Width of the rows sent between ranks, and of the experts' inputs and outputs."""
         return self.experts.latent_dim or self.model_dim
 
 
-HOSTS = "fairseq", "megatron"  # sections of a file that hold a host's own arguments
-MAPPINGS = "losses", "resize.expert_parallel_at", "router.top_k_at"  # leaves that are mappings
+HOSTS = "fairseq", "megatron"  # sections of a file with a host's own arguments
+MAPPINGS = "losses", "resize.expert_parallel_at", "router.top_k_at"  # settings with mappings
 _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 
 
 def from_dict(values: Mapping[str, Any]) -> MoEConfig:
-    """Build and validate a layer's settings from plain nested values.
+    """Build and validate the settings of a layer from plain nested values.
 
-    Unknown keys, wrong types and bad values are a `ValueError` that names the key, what was
-    expected and the remedy; a setting of a run, too.
+    Raises:
+        ValueError: for an unknown key, a wrong type, an invalid value or a setting of a run. The
+            message contains the key, the expected value and a remedy.
     """
     return _build(MoEConfig, values)
 
 
 def run_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """`from_dict` of a run's settings."""
+    """Build and validate the settings of a run from plain nested values.
+
+    Raises:
+        ValueError: for an invalid value or a setting of a layer, as in `from_dict`.
+    """
     return _build(RunConfig, values)
 
 
@@ -207,38 +209,43 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of nested values, or of dotted paths, that are in a tree."""
+    """Return the entries of nested values, or of dotted paths, that belong to a tree."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
 
 def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run among nested values, or among dotted paths."""
+    """Return the settings of a run among nested values or dotted paths."""
     return _part(RunConfig, values)
 
 
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All other settings, unknown ones included, whose error is that of a layer's settings."""
+    """Return all entries that are not settings of a run.
+
+    Unknown names are included, so that they are reported as unknown settings of a layer.
+    """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
 
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
-    """A run's settings from dotted paths; those of layers are left out."""
+    """Build the settings of a run from dotted paths. Settings of layers are ignored."""
     return with_overrides(RunConfig(), of_run(settings))
 
 
 def from_yaml(path: str, *, trust_imports: bool = False,
               model_dim: int | None = None) -> MoEConfig:
-    """Read a layer's settings from a YAML file (see `configs/`), and validate them.
+    """Read and validate the settings of a layer from a YAML file (see `configs/`).
 
     Args:
-        path: the file.
-        trust_imports: take its `imports`, too, whose code runs when a layer is built.
-        model_dim: in place of the file's; files that several models share have none.
+        path: path of the file.
+        trust_imports: whether to accept the file's `imports`, whose code runs when a layer is
+            built.
+        model_dim: optional. Replaces the `model_dim` of the file; files shared by several models do
+            not set it.
     Raises:
-        ValueError: the file is not a YAML mapping, names settings that do not exist or do not fit,
-            or of a run, or has `imports` without `trust_imports`.
+        ValueError: the file is not a YAML mapping, contains an unknown or invalid setting or a
+            setting of a run, or has `imports` without `trust_imports`.
     """
     values = _read(path, trust_imports)
     with _of_file(path):
@@ -247,16 +254,18 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 
 def both_from_yaml(path: str, *, trust_imports: bool = False,
                    model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
-    """Read a file with settings of layers and of a run, as hosts do; see `from_yaml`."""
+    """Read a file with settings of layers and of a run, as hosts do; arguments and errors as in
+    `from_yaml`.
+    """
     values = _read(path, trust_imports)
     with _of_file(path):
-        own = {} if model_dim is None else {"model_dim": model_dim}
-        return from_dict({**of_layer(values), **own}), run_from_dict(of_run(values))
+        extra = {} if model_dim is None else {"model_dim": model_dim}
+        return from_dict({**of_layer(values), **extra}), run_from_dict(of_run(values))
 
 
 @contextmanager
 def _of_file(path: str) -> Iterator[None]:
-    """Errors inside name the file."""
+    """Add the path of the settings file to errors raised inside the block."""
     try:
         yield
     except ValueError as error:
@@ -264,17 +273,19 @@ def _of_file(path: str) -> Iterator[None]:
 
 
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same nested values without the sections that hosts have in a file for their own arguments
-    (`HOSTS`), so that one file serves all hosts.
+    """Return nested values without the sections for the hosts' own arguments (`HOSTS`).
+
+    This makes it possible to use one file for all hosts.
     """
     return {name: value for name, value in values.items() if name not in HOSTS}
 
 
 def describes_layers(settings: Mapping[str, Any]) -> bool:
-    """Whether dotted paths describe layers as a whole, which those with a number of experts do.
+    """Return whether dotted paths describe a layer completely, which is the case if they set
+    `num_experts`.
 
-    Then a setting of routing, losses, dispatch or capacity that they leave out has its default of
-    this tree in every host. Others leave it to the host's own arguments and defaults.
+    In a complete description, missing settings of routing, losses, dispatch and capacity have this
+    tree's defaults in every host. Otherwise the host's own arguments and defaults apply.
     """
     return "num_experts" in settings
 
@@ -284,15 +295,16 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
     if not trust_imports and not (values.get("imports") is None or says_none(values["imports"])):
         raise ValueError(
             f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
-            "so the file is refused; where you know who wrote it and those modules, give "
+            "so the file is refused. If you trust the file and its modules, use "
             "--moe-trust-imports (in Python: trust_imports=True), or name the modules with "
             "--moe-import instead")
     return values
 
 
 def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
-    """The settings that a YAML file names, of layers and of a run, as dotted paths; arguments and
-    errors as of `from_yaml`.
+    """Return the settings in a YAML file, of layers and of a run, as dotted paths.
+
+    Arguments and errors are the same as in `from_yaml`, except that settings of a run are accepted.
     """
     values = _read(path, trust_imports)
     with _of_file(path), unread_allowed():  # errors name keys, types and bounds
@@ -303,12 +315,12 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, A
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:
-    """The dotted paths of those settings, of layers and of a run, that nothing would read.
+    """Return the dotted paths of the settings, of layers and of a run, that nothing would read.
 
     Args:
-        values: nested, or dotted paths.
+        values: nested values, or values by dotted path.
     Raises:
-        ValueError: see `from_dict`.
+        ValueError: for an invalid setting, as in `from_dict`.
     """
     with unread_allowed() as met:
         _trees_of(values)
@@ -321,8 +333,9 @@ def _trees_of(values: Mapping[str, Any]) -> tuple[MoEConfig, RunConfig]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values as dotted paths to leaves; those of `MAPPINGS` are leaves, and so is a mapping
-    without entries.
+    """Convert nested values to values by dotted path.
+
+    Mappings in `MAPPINGS` and empty mappings are not split further.
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -334,13 +347,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
-    """Plain nested values, the inverse of `from_dict`."""
+    """Convert a settings tree to plain nested values, the inverse of `from_dict`."""
     return dataclasses.asdict(config)
 
 
 def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
-    """A new tree with dotted-path values replaced: `{"router.top_k": 1}`. It shares the sections
-    of which nothing is replaced.
+    """Return a new tree with values replaced by dotted path, such as `{"router.top_k": 1}`.
+
+    The new tree shares all sections without replaced values.
     """
     values: dict[str, Any] = {}
     hints = hints_of(type(config))
@@ -349,7 +363,7 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
             path = f"{path}.{hints[path].SHORTHAND}"
         *above, name = path.split(".")
         section = _section_at(config, values, above, path)
-        if value == {} and name in section:  # `router: {}` says nothing
+        if value == {} and name in section:  # `router: {}` changes nothing
             continue
         section[name] = dict(value) if isinstance(value, Mapping) else value
     return _build(type(config), values, config)
@@ -357,14 +371,15 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """The place in nested values, made if need be, of the section whose names are `above`."""
+    """Return the mapping for the section with the names `above`, creating it in `values` if needed.
+    """
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None
-        own = config.losses if part == "losses" and isinstance(config, MoEConfig) else None
-        if hint is not None and own is None and not is_section(hint):
+        defaults = config.losses if part == "losses" and isinstance(config, MoEConfig) else None
+        if hint is not None and defaults is None and not is_section(hint):
             raise ValueError(f"unknown key {short(path)}; {short(part)} has no keys below it")
-        inner = values.setdefault(part, dict(own or {}))
+        inner = values.setdefault(part, dict(defaults or {}))
         if not isinstance(inner, dict):
             raise ValueError(f"{part}={short(inner)} and {short(path)} are given; give one of the "
                              "two")
@@ -373,7 +388,7 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
 
 
 def register_hydra() -> None:
-    """Put the typed trees in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
+    """Register the typed trees in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
     from hydra.core.config_store import ConfigStore
 
     node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)

@@ -1,6 +1,4 @@
-"""Modules of the user's own, imported for what they register: routers, losses, dispatchers,
-experts.
-"""
+"""Import of the user's own modules, which register routers, losses, dispatchers and experts."""
 
 from __future__ import annotations
 
@@ -14,18 +12,19 @@ from moe_plugin.utils.messages import short
 
 
 def import_user_modules(names: str | None) -> None:
-    """Import each module of a comma-separated list: a dotted name, or the path of a `.py` file.
-    Each is imported once a process.
+    """Import each module of a comma-separated list, once per process.
 
+    Args:
+        names: optional. Dotted module names or paths of `.py` files, separated by commas.
     Raises:
-        ValueError: one that cannot be imported, whatever goes wrong in it; with the reason.
+        ValueError: a module cannot be imported, for any reason. The message contains the reason.
     """
     for name in (part.strip() for part in (names or "").split(",")):
         if not name:
             continue
         try:
             _import_file(name) if name.endswith(".py") else importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - somebody else's code
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
             raise ValueError(
                 f"imports={short(name)} cannot be imported: {type(error).__name__}: "
                 f"{short(error)}; give a module that Python finds (PYTHONPATH), or the path of a "

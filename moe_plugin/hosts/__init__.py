@@ -1,1 +1,4 @@
-"""Hosts: translations of config, groups, names and losses. No maths here."""
+"""Host frameworks: translate their configuration, groups, names and losses to this package.
+
+The host packages contain no numerical code of the MoE layer.
+"""

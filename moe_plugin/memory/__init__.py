@@ -1,5 +1,5 @@
-"""What does not lie on the device: experts, activations, weights, and the tiers below them.
+"""Storage of experts, activations and weights outside of the device.
 
-`copier.Copier` alone copies between a device and a slower tier in the background; `tiers.Tier` is
-where things lie when they are not on the device.
+`copier.Copier` runs all background copies between a device and a slower tier. A `tiers.Tier` stores
+tensors that are not on the device.
 """

@@ -1,7 +1,8 @@
-"""Copies between a device and a slower tier, in the background and in order.
+"""Background copies between a device and a slower tier, executed in order.
 
-On a GPU copies run on a stream of their own; work that is no copy (reading a file), and on a CPU
-all work, runs in one thread. The caller goes on at once and waits where it needs the result.
+On a GPU, copies run on a separate stream. Other work, such as reading a file, runs in one thread;
+on a CPU all work runs in this thread. The caller continues at once and waits only when it needs the
+result.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from torch import Tensor
 
 @dataclass
 class CopyCounters:
-    """What a copier did.
+    """Counters of a copier.
 
     Attributes:
-        copies: jobs done.
-        bytes: that they moved.
-        busy_s: seconds in which they ran, those of a throttle included; on a GPU those of its
-            thread alone.
-        throttled_s: seconds that a throttle added.
-        waits: waits for a job that was not done.
-        stalled_s: seconds in which the caller waited; a GPU's stream waits alone, which is not
-            counted.
+        copies: number of finished jobs.
+        bytes: number of bytes moved by the jobs.
+        busy_s: seconds in which jobs ran, including throttling; on a GPU only the time of the
+            thread.
+        throttled_s: seconds added by throttling.
+        waits: number of waits for unfinished jobs.
+        stalled_s: seconds in which the caller waited. Waits of a GPU's stream are not included.
     """
 
     copies: int = 0
@@ -43,11 +43,11 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """What stays on the device of what a copier moves.
+    """Device memory used by a feature that moves data, for reports.
 
     Attributes:
-        resident_bytes: the most of the last step; 0: not known.
-        keep, recompute, swap: blocks whose activations are treated so; 0 each: of other things.
+        resident_bytes: maximum of the last step; 0 if unknown.
+        keep, recompute, swap: number of blocks with this activation policy; 0 for other features.
     """
 
     resident_bytes: int = 0
@@ -57,7 +57,7 @@ class OnDevice:
 
 
 class Ticket:
-    """A job of a `Copier`. nbytes: that it moves."""
+    """A job of a `Copier`. nbytes: number of bytes that the job moves."""
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -67,7 +67,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether the job is complete, or has failed."""
+        """Whether the job is complete or has failed."""
         if self.future is not None:
             if not self.future.done():
                 return False
@@ -76,8 +76,9 @@ class Ticket:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Let the caller, on a GPU its current stream, wait until the job is complete. `Exception`:
-        what the job raised, in every call.
+        """Wait for the job. On a GPU, only the current stream waits for the job's copies.
+
+        Raises: Exception: the error of the job, in every call.
         """
         started = None if self.done else time.perf_counter()
         try:
@@ -87,26 +88,29 @@ class Ticket:
             if started is not None:
                 self.copier._count(waits=1, stalled_s=time.perf_counter() - started)
         if self.event is not None:
+            # read after the future is done, because the thread sets the event
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """`wait`, of the host: before it writes what the job reads, or reads what it writes."""
+        """Make the host wait. Needed before the host overwrites the job's source or reads its
+        result.
+        """
         self.wait()
         if self.event is not None:
             self.event.synchronize()
 
 
 class Copier:
-    """Runs copies in the background, one after another, in the order in which they were started.
+    """An executor that runs copies in the background, one at a time, in the order of their start.
 
-    The thread and the stream are made when the first copy starts; copies of this object (deepcopy,
-    pickle, fork) make their own.
+    The thread and the stream are created when the first copy starts. Copies of this object (by
+    deepcopy, pickle or fork) create their own thread and stream.
 
     Args:
-        device: that copies go to or come from.
-        throttle: bytes/s of the slow tier, at most; None: as fast as it is. For tests and
-            benchmarks: it shows on any machine what a slow tier costs.
-        sleep: how a throttle waits.
+        device: device that copies go to or come from.
+        throttle: maximal bytes/s of the slow tier, for tests and benchmarks that simulate a slow
+            tier. Defaults to no limit.
+        sleep: function that waits for throttling.
     Raises:
         ValueError: the throttle is not above 0.
     """
@@ -114,7 +118,8 @@ class Copier:
     def __init__(self, device: torch.device | str, throttle: float | None = None, *,
                  sleep: Callable[[float], object] = time.sleep) -> None:
         if throttle is not None and not throttle > 0:
-            raise ValueError(f"a throttle of {throttle} bytes/s: must be > 0, or None for none")
+            raise ValueError(f"a throttle of {throttle} bytes/s is not valid: it must be > 0, or "
+                             "None for no limit")
         self.device, self.throttle, self._sleep = torch.device(device), throttle, sleep
         self._make()
 
@@ -127,11 +132,11 @@ class Copier:
         self._pid = os.getpid()
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
-        """Start to copy; targets and sources must stay as they are until the ticket is waited for.
+        """Start copying. Do not change targets and sources before waiting for the ticket.
 
         Args:
-            copies: (target, source) of one shape each, copied in order; dtypes may differ. On a GPU
-                the one in host memory should be pinned.
+            copies: pairs (target, source) of equal shapes, copied in order; dtypes may differ. On a
+                GPU, tensors in host memory should be pinned.
         """
         copies = list(copies)
         self.settle_device()
@@ -143,6 +148,8 @@ class Copier:
                     target.copy_(source, non_blocking=True)
 
         on_gpu = self.device.type == "cuda"
+        # a copy may bypass the thread only if no earlier job is still queued there, because jobs
+        # run in the order of their start
         idle = self._latest is None or self._latest.done()
         if on_gpu and idle and self.throttle is None:
             ticket = Ticket(self, nbytes)
@@ -150,22 +157,25 @@ class Copier:
             self._count(copies=1, bytes=nbytes)
         else:
             ticket = self.start_call(copy, nbytes)
-        # memory on the device is not given to others before the copies' stream is done with it
+        # without this, the allocator could reuse device memory before the copies' stream is done
+        # with it
         for x in (x for pair in copies for x in pair if x.device.type == "cuda"):
             x.record_stream(self.side_stream())
         return ticket
 
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
-        """Start work of the slow tier that is no copy between tensors, e.g. to read a file.
+        """Start work of the slow tier that does not copy between tensors, such as reading a file.
 
-        On a GPU it runs in the thread, with the copies' stream as current stream.
+        On a GPU the work runs in the thread, with the copies' stream as current stream.
 
         Args:
-            call: what to do.
-            nbytes: that it moves.
+            call: the work.
+            nbytes: number of bytes that the work moves.
         """
         self.settle_device()
         ticket = Ticket(self, nbytes)
+        # recorded before the job is queued, so that work which the caller launches later does not
+        # delay it
         reached = self._here() if self.device.type == "cuda" else None
 
         def run() -> None:
@@ -184,31 +194,34 @@ class Copier:
         return ticket
 
     def close(self) -> None:
-        """Finish what has started and give the thread back; a later copy makes a new one."""
+        """Finish all started jobs and end the thread; a later copy creates a new thread."""
+        # a forked child must not wait for its parent's thread
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown()
         self._thread = self._latest = None
 
     def _executor(self) -> ThreadPoolExecutor:
-        if self._pid != os.getpid():  # a fork has no threads of its parent
+        if self._pid != os.getpid():  # a forked process does not have the threads of its parent
             self._make()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="copier")
         return self._thread
 
     def settle_device(self) -> None:
-        """A GPU without a number is the caller's current one: the thread's own may be another."""
+        """Replace a GPU without index by the caller's current GPU; the thread may have another one.
+        """
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Where the caller's stream is: it may still read what a copy overwrites."""
+        """Record an event in the caller's stream, which may still read data that a copy overwrites.
+        """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def _on_stream(self, call: Callable[[], object], after: torch.cuda.Event) -> torch.cuda.Event:
-        """Run `call` with the copies' stream as current stream, which waits for `after` first."""
+        """Run `call` on the copies' stream, after the stream has waited for `after`."""
         stream = self.side_stream()
         with torch.cuda.stream(stream):
             stream.wait_event(after)
@@ -218,18 +231,20 @@ class Copier:
         return event
 
     def side_stream(self) -> torch.cuda.Stream:
-        """That copies run on, made for the first of them."""
+        """Return the stream of the copies, which is created on first use."""
         with self._lock:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)
             return self._stream
 
+    # counts come from the caller and from the thread
     def _count(self, **counts: float) -> None:
         with self._lock:
             for name, value in counts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + value)
 
     def __getstate__(self) -> dict[str, Any]:
+        # threads, streams and locks cannot be copied
         return {"device": self.device, "throttle": self.throttle, "_sleep": self._sleep}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
-"""Safetensors files that are read, not mapped: a file that somebody cuts short meanwhile is an
-error, where a map of it would end the process (SIGBUS), and a memory limit counts no pages of it.
+"""Safetensors files that are read instead of memory-mapped.
+
+If another process truncates the file meanwhile, a read fails with an error, whereas an access to a
+map would end the process with SIGBUS. Pages of the file do not count toward memory limits.
 
 Layout: 8 bytes with the length of a JSON header, the header, the values. Source: the format's
 description at github.com/huggingface/safetensors.
@@ -26,29 +28,30 @@ DTYPES = {
     "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+if hasattr(torch, "float8_e8m0fnu"):  # available since torch 2.7
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 class UnknownDtype(ValueError):
-    """A file is whole and has a tensor of a dtype that is not known here."""
+    """A file is complete, but has a tensor of an unsupported dtype."""
 
 
 class SafetensorsFile:
-    """A file that is open for reading; `close` it, or use it in `with`.
+    """A safetensors file that is open for reading; use it in `with`, or call `close`.
 
     Args:
-        path: of the file.
-        verify: verify its checksum, if it has one, unless this process has done so.
+        path: path of the file.
+        verify: verify the file's checksum, if it has one and this process has not verified it
+            before.
 
     Attributes:
-        name: for messages.
-        held: place, shape and dtype of each tensor.
-        metadata: of the header.
+        name: name of the file, for messages.
+        held: position, shape and dtype of each tensor.
+        metadata: metadata in the header.
     Raises:
-        OSError: it cannot be opened.
-        UnknownDtype: a tensor has a dtype that is not known.
-        ValueError: it is not whole.
+        OSError: the file cannot be opened.
+        UnknownDtype: a tensor has an unsupported dtype.
+        ValueError: the file is damaged or incomplete.
     """
 
     def __init__(self, path: str | os.PathLike[str], verify: bool = False) -> None:
@@ -58,7 +61,9 @@ class SafetensorsFile:
             header, start = _header(self.file)
             self.metadata: Mapping[str, str] = header.pop("__metadata__", None) or {}
             self.held = {name: self._held(name, entry, start) for name, entry in header.items()}
-            if verify:  # once, though each layer opens the file that all experts are in
+            if verify:  # only once, although each layer opens the file that contains all experts
+                # inode and modification time are part of the cache key, so a changed file is
+                # verified again
                 about = os.fstat(self.file.fileno())
                 _verify_once(os.path.realpath(path), about.st_ino, about.st_mtime_ns)
         except BaseException:
@@ -67,20 +72,20 @@ class SafetensorsFile:
 
     def _held(self, name: str, entry: Any, start: int) -> TierTensor:
         if entry["dtype"] not in DTYPES:
-            raise UnknownDtype(f"{short(name)} has dtype {short(entry['dtype'])}: must be one of "
-                               f"{', '.join(DTYPES)}")
+            raise UnknownDtype(f"{short(name)} has dtype {short(entry['dtype'])}, which is not "
+                               f"supported; supported dtypes: {', '.join(DTYPES)}")
         begin, end = entry["data_offsets"]
         held = TierTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], file=self.file.fileno(),
                     offset=start + begin)
         if held.nbytes != end - begin:
-            raise ValueError(f"{short(name)} has {end - begin} bytes for shape "
-                             f"{short(list(held.shape))}")
+            raise ValueError(f"{short(name)} has {end - begin} bytes, which does not match its "
+                             f"shape {short(list(held.shape))}")
         return held
 
     def read(self, name: str) -> Tensor:
-        """A tensor's values, in memory.
+        """Read a tensor into memory.
 
-        Raises: TierError: the file was cut short since it was opened, or cannot be read.
+        Raises: TierError: the file was truncated since it was opened, or cannot be read.
         """
         held = self.held[name]
         made = torch.empty(held.shape, dtype=held.dtype)
@@ -103,12 +108,12 @@ def _verify_once(path: str, *changed: int) -> None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """What the file says of its tensors, and where values begin."""
+    """Read the header; return its entries and the first byte of the values."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     try:
         if not 2 <= length <= size - 8:
-            raise ValueError("its header is not complete")
+            raise ValueError("its header is incomplete")
         header = json.loads(file.read(length))
         for name, entry in header.items():
             if name != "__metadata__":
@@ -117,12 +122,13 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
                         if name != "__metadata__")
         if places and places[-1][1] > size - 8 - length:
             raise ValueError("it ends before its last tensor does")
-        # as the library demands: a small file whose tensors overlap would fill memory or a disk
+        # the library demands this, too: a small file with overlapping tensors could expand and fill
+        # memory or a disk
         ends = [0, *(end for _, end in places)]
         if [begin for begin, _ in places] != ends[:-1] or ends[-1] != size - 8 - length:
-            raise ValueError("its tensors overlap, or bytes between them are of no tensor")
+            raise ValueError("its tensors overlap, or some of its bytes belong to no tensor")
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is not one of tensors ({short(error)})") from error
+        raise ValueError(f"its header does not describe tensors ({short(error)})") from error
     return header, 8 + length
 
 
@@ -130,5 +136,5 @@ def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
     if not all(type(number) is int and number >= 0 for number in numbers) or begin > end:
-        raise ValueError(f"{short(name)} has sizes {short(numbers)}: must be whole numbers from 0 "
-                         "on, in order")
+        raise ValueError(f"{short(name)} has sizes {short(numbers)}, which must be integers >= 0 "
+                         "in ascending order of offsets")

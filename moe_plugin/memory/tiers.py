@@ -1,6 +1,7 @@
-"""Where tensors lie when they are not on the device: host memory, or files that are not mapped.
+"""Tiers: storage for tensors outside of the device, in host memory or in files.
 
-Files are read into buffers and written from them, so that a memory limit counts what is resident.
+Files are read into buffers and written from buffers, not mapped, so that memory limits count the
+memory that is actually used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
-    """A tier cannot hold or give back a tensor; the message names it, the place and the remedy."""
+    """A tier cannot store or return a tensor; the message names size, location and remedy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +32,9 @@ class TierTensor:
     """A tensor in a tier.
 
     Attributes:
-        shape, dtype: of its values.
-        tensor: in host memory; None: in a file.
-        file, offset: an open file's descriptor and the first byte of the values in it.
+        shape, dtype: shape and data type of the tensor.
+        tensor: the tensor in host memory, or None if it is in a file.
+        file, offset: descriptor of an open file and the first byte of the values in the file.
     """
 
     shape: tuple[int, ...]
@@ -48,18 +49,20 @@ class TierTensor:
 
 
 class Tier(ABC):
-    """A place for tensors that is larger and slower than the device."""
+    """Storage for tensors that is larger and slower than the device."""
 
     def put(self, x: Tensor) -> TierTensor:
-        """Hold a copy of x; the caller waits. `TierError`: there is no room, and x is as it was."""
+        """Store a copy of x and wait for it. Raises `TierError` if there is no space."""
         held = self._room(x)
         self._write([(held, x)])
         return held
 
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
-        """The same of several in the background; they must stay as they are, and are only held when
-        the ticket has been waited for, which raises `TierError` without room.
+        """Start storing several tensors in the background.
+
+        The tensors must not change until the ticket is done. Waiting for the ticket completes the
+        storage, and raises `TierError` if there is no space.
         """
         held = [self._room(x) for x in tensors]
         pairs = list(zip(held, tensors, strict=True))
@@ -67,22 +70,24 @@ class Tier(ABC):
 
     @abstractmethod
     def _room(self, x: Tensor) -> TierTensor:
-        """A place for x."""
+        """Allocate space for x."""
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to their places; the places of all are free where one does not fit."""
+        """Write tensors to their space. If a tensor does not fit, the space of all tensors is
+        freed.
+        """
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """Copy what is held into a tensor of its shape, of any dtype and device; the caller waits.
-        """
+        """Copy a stored tensor into a tensor of its shape, of any dtype and device, and wait."""
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
               after: Ticket | None = None) -> Ticket:
-        """`read_into` of all (target, held) in the background, in order.
+        """Start `read_into` for all pairs (target, held) in the background, in order.
 
-        after: the job that puts them there; if that failed, this one fails with its error.
+        after: the job that stores the tensors. If that job failed, this job fails with the same
+        error.
         """
         wanted = list(wanted)
 
@@ -95,31 +100,33 @@ class Tier(ABC):
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """What is held, in memory, and no longer here; the caller waits. `TierError`: all of it is
-        still here.
+        """Move stored tensors to memory and free their space. After a `TierError`, all tensors
+        remain stored.
         """
-        made = [torch.empty(one.shape, dtype=one.dtype) for one in held]
-        for one, target in zip(held, made, strict=True):
-            self.read_into(one, target)
-        for one in held:
-            self.free(one)
+        made = [torch.empty(stored.shape, dtype=stored.dtype) for stored in held]
+        for stored, target in zip(held, made, strict=True):
+            self.read_into(stored, target)
+        for stored in held:
+            self.free(stored)
         return made
 
     def free(self, held: TierTensor) -> None:
-        """Give the room back; `held` must not be used any more."""
+        """Free the space of a stored tensor, which must not be used afterwards."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all space."""
 
 
 class HostTier(Tier):
-    """Host memory, pinned where the device is a GPU: by torch, which keeps it for the next tensor
-    of about its size. What lives as long as a model has a `machine.pinned_buffer` instead.
+    """Storage in host memory, which is pinned if the device is a GPU.
+
+    torch allocates the pinned memory and reuses it for tensors of about the same size. Use
+    `machine.pinned_buffer` instead for memory that lives as long as a model.
 
     Args:
-        device: from and to which tensors are copied.
+        device: device to which and from which tensors are copied.
 
-    Attributes: `pinned_for`, the GPU that reaches it; None: there is none.
+    Attributes: `pinned_for`, the GPU that accesses the memory, or None for a CPU.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -133,8 +140,8 @@ class HostTier(Tier):
                                    zip(held, tensors, strict=True)])
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """See `Tier`: it is in memory."""
-        return [one.tensor for one in held]
+        """See `Tier`. The tensors are already in memory."""
+        return [stored.tensor for stored in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         with torch.no_grad():
@@ -142,7 +149,7 @@ class HostTier(Tier):
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
               after: Ticket | None = None) -> Ticket:
-        """See `Tier`: copies into memory that is there do not fail."""
+        """See `Tier`. Copies from existing memory do not fail, so `after` is not needed."""
         return copier.start([(target, held.tensor) for target, held in wanted])
 
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
@@ -154,32 +161,34 @@ class HostTier(Tier):
             room = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.pinned_for is not None)
         except RuntimeError as error:
             raise TierError(
-                errno.ENOMEM, f"{x.numel() * x.element_size()} bytes do not fit host memory "
-                f"({error}); keep less there, or use the disk") from error
+                errno.ENOMEM, f"{x.numel() * x.element_size()} bytes do not fit into host memory "
+                              f"({error}); store less in host memory, or use the disk") from error
         return TierTensor(tuple(x.shape), x.dtype, room)
 
 
 class DiskTier(Tier):
-    """One file in a folder, without a name: it goes with the process, however that ends.
+    """Storage in one unnamed file in a folder. The file disappears when the process ends for any
+    reason.
 
     Args:
-        folder: on a disk; made where it is missing.
+        folder: folder on a disk; created if it is missing.
     Raises:
-        ValueError: the folder cannot be made.
+        ValueError: the folder cannot be created.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = make_folder(Path(folder))
         self._lock = threading.Lock()
         self._file: Any = None
+        # free offsets by size: space is reused only for tensors of exactly the same size
         self.end, self._free = 0, {}
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """See `Tier`; `TierError` where the file is shorter than what it held."""
+        """See `Tier`. Raises `TierError` if the file was truncated."""
         read_values(held, target, str(self.folder))
 
     def free(self, held: TierTensor) -> None:
-        """See `Tier`: the next tensor of this size is written there."""
+        """See `Tier`. The space is reused for the next tensor of the same size."""
         with self._lock:
             self._free.setdefault(held.nbytes, []).append(held.offset)
 
@@ -205,8 +214,9 @@ class DiskTier(Tier):
         try:
             return tempfile.TemporaryFile(dir=self.folder)
         except OSError as error:
-            raise TierError(error.errno, f"no file can be made in {self.folder} ({error.strerror});"
-                            f" {write_remedy(error, self.folder)}") from error
+            raise TierError(error.errno, f"no file can be created in {self.folder} "
+                                         f"({error.strerror}); "
+                                         f"{write_remedy(error, self.folder)}") from error
 
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
         for held, x in pairs:
@@ -216,19 +226,21 @@ class DiskTier(Tier):
                 for place, _ in pairs:
                     self.free(place)
                 raise TierError(
-                    error.errno, f"{held.nbytes} bytes do not fit {self.folder} "
-                    f"({error.strerror}); {write_remedy(error, self.folder)}") from error
+                    error.errno, f"{held.nbytes} bytes do not fit into {self.folder} "
+                                 f"({error.strerror}); "
+                                 f"{write_remedy(error, self.folder)}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder}  # a copy has a file of its own
+        return {"folder": self.folder}  # a copy creates a separate file
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["folder"])
 
 
 class TierBuffer:
-    """A buffer in a tier, and a newer one that is on its way there: the older one stays until the
-    newer one is complete.
+    """A buffer in a tier that can be replaced in the background.
+
+    The old buffer remains until the new buffer is complete.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -238,11 +250,12 @@ class TierBuffer:
         self._ticket: Ticket | None = None
 
     def put(self, flat_N: Tensor) -> None:
-        """Hold a copy of the buffer; the caller waits."""
+        """Store a copy of the buffer and wait for it."""
         self.stage(flat_N)(True)
 
     def stage(self, flat_N: Tensor) -> Callable[[bool], None]:
-        """Hold a copy next to the present one; what is returned takes it (True) or drops it."""
+        """Store a copy next to the current one; the returned function accepts (True) or drops it.
+        """
         self.settle()
         new = self.tier.put(flat_N)
 
@@ -257,23 +270,27 @@ class TierBuffer:
         return finish
 
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """`put` in the background; `settle` ends it."""
+        """Start `put` in the background; `settle` completes it."""
         self.settle()
+        # stays valid until `settle`, which restores it if the write fails
         self._before = self.held
         [self.held], self._ticket = self.tier.put_later(copier, [flat_N])
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to copy it into a buffer of its size."""
+        """Start copying the stored buffer into a buffer of its size."""
+        # the read must wait for a write that is in progress
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
-        """Copy it into a buffer of its size; the caller waits."""
+        """Copy the stored buffer into a buffer of its size and wait."""
         self.settle()
         self.tier.read_into(self.held, flat_N)
 
     def settle(self) -> None:
-        """Wait for what is on its way. `TierError`: it did not fit; the older one is held."""
+        """Wait for a started `put`. Raises `TierError` if the buffer did not fit; the old buffer
+        remains.
+        """
         if self._ticket is None:
             return
         ticket, before = self._ticket, self._before
@@ -288,9 +305,9 @@ class TierBuffer:
 
 
 def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = None) -> Tier:
-    """Where tensors of a device wait: host memory of a GPU's, files of a CPU's.
+    """Return the tier for tensors of a device: host memory for a GPU, files for a CPU.
 
-    folder: of the files, on a disk; None: the folder for temporary files.
+    folder: folder on a disk for the files. Defaults to the folder for temporary files.
     """
     if torch.device(device).type == "cuda":
         return HostTier(device)
@@ -298,19 +315,21 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 
 
 def write_values(file: int, offset: int, x: Tensor) -> None:
-    """Write a tensor's values into an open file. `OSError`: they do not fit."""
+    """Write a tensor's values into an open file. Raises `OSError` if the values do not fit."""
     values = _bytes(x.detach().to("cpu").contiguous())
+    # a call may write only a part, for example if the disk becomes full; the next call then fails
     while values:
         written = os.pwrite(file, values, offset)
         values, offset = values[written:], offset + written
 
 
 def read_values(held: TierTensor, target: Tensor, name: str) -> None:
-    """Read what a file holds into a tensor of its shape, of any dtype and device.
+    """Read a tensor from a file into a tensor of its shape, of any dtype and device.
 
-    name: of the file or folder, for the message.
+    name: name of the file or folder, for the message.
     Raises: TierError: the file is too short, or cannot be read.
     """
+    # the file is read directly into the target if no conversion is needed
     direct = (target.device.type == "cpu" and target.dtype == held.dtype
               and target.is_contiguous())
     pinned = target.device.type == "cuda"
@@ -319,18 +338,19 @@ def read_values(held: TierTensor, target: Tensor, name: str) -> None:
     try:
         missing = read_at(held.file, _bytes(buffer), held.offset)
     except OSError as error:
-        raise TierError(error.errno, f"{name}: {held.nbytes} bytes at {held.offset} cannot be read "
-                        f"({error.strerror}); check the disk") from error
+        raise TierError(error.errno, f"{name}: {held.nbytes} bytes at offset {held.offset} cannot "
+                                     f"be read ({error.strerror}); check the disk") from error
     if missing:
         raise TierError(errno.EIO, f"{name} ends {missing} bytes before the end of a tensor of "
-                        f"{held.nbytes}: it was changed or truncated; write it again")
+                                   f"{held.nbytes} bytes: it was changed or truncated; write it "
+                                   "again")
     if not direct:
         with torch.no_grad():
             target.copy_(buffer, non_blocking=pinned)
-        if pinned:  # the buffer goes when this returns
+        if pinned:  # the copy must end before the buffer is freed on return
             torch.cuda.current_stream(target.device).synchronize()
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """A contiguous tensor's own memory."""
+    """Return the memory of a contiguous tensor."""
     return memoryview(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else memoryview(b"")

@@ -1,5 +1,4 @@
-"""Statistics of the layers on their way to files, and views of a run: progress, report, live view.
-"""
+"""Record statistics of MoE layers, and show a run as a log line, a live view or a report."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ __all__ = ["StatsRecorder", "first_step"]
 
 
 def __getattr__(name: str) -> Any:
-    # imported on first use: report and live view read files and need no torch
+    # imported on first use, because the report and the live view only read files and work
+    # without torch
     if name != "StatsRecorder":
         raise AttributeError(f"module 'moe_plugin.observe' has no attribute {name!r}")
     from moe_plugin.observe.recorder import StatsRecorder

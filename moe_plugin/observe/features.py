@@ -1,5 +1,7 @@
-"""What a run tells of its steps, in every host: records of the layers, and a line after the first
-step.
+"""Run features that observe training in every host.
+
+`LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
+`FirstStepLine` logs the duration of the first step.
 """
 
 from __future__ import annotations
@@ -24,12 +26,10 @@ from moe_plugin.observe.watch import first_step
 from moe_plugin.output import LayerStats
 from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
-# A warning where capacity drops many choices: in training, and in validation, where fewer slots
-# may be left (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
 logger = logging.getLogger(__name__)
 
 WARN_ABOVE = 0.10
-RULE = "drops"  # the finding of the same, which is left out where this warns
+RULE = "drops"  # the finding about dropped choices, which would repeat this warning
 _NONE = "--moe-capacity-factor none to drop nothing"
 _TRAINING = f"{_NONE}, a larger --moe-capacity-factor, or a larger weight of the balance loss"
 _VALIDATION = (f"{_NONE} (without flags --moe-eval-...), or a larger "
@@ -38,80 +38,86 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """Says once in a run, of training and of validation, that more than `WARN_ABOVE` of the choices
-    find no slot.
+    """Warns once if more than `WARN_ABOVE` of the choices are dropped by the capacity.
+
+    Training and validation are judged separately, because a validation may have fewer slots
+    (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
 
     Args:
-        speaks: False: another rank does.
+        warns: whether this rank logs the warning.
 
-    Attributes: `validation`: counts calls of a validation, where the host does not say what it
-        dropped.
+    Attributes:
+        validation: counts the choices of a validation, for hosts that do not report dropped
+            choices themselves.
     """
 
-    def __init__(self, speaks: bool = True) -> None:
+    def __init__(self, warns: bool = True) -> None:
         self.validation = DropCount()
-        self._speaks, self._said = speaks, set[str]()
+        self._warns, self._warned = warns, set[str]()
 
     def after_log(self, facts: StepFacts) -> None:
-        """Look at the step's choices, where the host says what was dropped."""
+        """Check the choices of a step, if the host reports dropped choices."""
         if facts.dropped is not None:
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """Look at all choices of a validation."""
-        if self._speaks:
+        """Check all choices of a validation."""
+        if self._warns:
             dropped = self.validation.take() if dropped is None else dropped
             self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
 
     def evaluation(self, fraction: float) -> None:
-        """fraction: of all choices of a command of fairseq that evaluates a checkpoint, 0 to 1."""
+        """Check a fairseq command that evaluates a checkpoint.
+
+        fraction: the share of all choices that were dropped, 0 to 1.
+        """
         self._warn("evaluation", fraction, "evaluation", _EVALUATION)
 
     def _warn(self, when: str, fraction: float, kind: str, remedy: str) -> None:
-        if not self._speaks or kind in self._said or not fraction > WARN_ABOVE:
+        if not self._warns or kind in self._warned or not fraction > WARN_ABOVE:
             return
-        self._said.add(kind)
+        self._warned.add(kind)
         logger.warning(
-            "%s: %.0f %% of the choices found no slot at their expert and were dropped (warned of "
-            "above %.0f %%, once); use %s", when, 100 * fraction, 100 * WARN_ABOVE, remedy)
+            "%s: %.0f %% of the choices found no slot at their expert and were dropped (this "
+            "warning appears once, above %.0f %%); use %s", when, 100 * fraction, 100 * WARN_ABOVE,
+            remedy)
 
 
 class DropCount:
-    """Choices of several calls, counted on their device until the share is asked for."""
+    """Counts the choices of several calls on the device until `take` is called."""
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
 
     def add(self, stats: LayerStats | None) -> None:
-        """Count a call; nothing is copied to the host."""
-        if stats is None or stats.capacity is None:  # dropless
+        """Count the choices of one call. Nothing is copied to the host."""
+        if stats is None or stats.capacity is None:  # without a capacity nothing is dropped
             return
         chosen = stats.load_KE.sum()
         counts_2 = torch.stack([chosen, chosen - stats.kept_KE.sum()])
         self._counts_2 = counts_2 if self._counts_2 is None else self._counts_2 + counts_2
 
     def take(self) -> float:
-        """The share of the choices that were dropped since the last time."""
+        """Return the share of dropped choices since the previous call of `take`."""
         counts_2, self._counts_2 = self._counts_2, None
         chosen, dropped = (0, 0) if counts_2 is None else counts_2.tolist()
         return dropped / chosen if chosen else 0.0
 
 
-
-
 def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerStats], None]],
            validation: Callable[[LayerStats], None] | None) -> None:
-    """Take the statistics of layers' calls.
+    """Pass the statistics of every call of some layers to functions.
 
     Args:
-        layers: a host's, by name; each calls its `observer` with the statistics of every pass that
-            counts: one of those that are recomputed.
-        training, validation: take them by whether the layer trains.
+        layers: a host's layers by name. Each layer calls its `observer` with the statistics of a
+            pass. A pass that is recomputed counts once.
+        training: functions that receive the layer's name and the statistics in training mode.
+        validation: the function that receives the statistics in evaluation mode. Optional.
     """
     def take(layer: Any, name: str, stats: LayerStats) -> None:
         if layer.training:
-            for each in training:
-                each(name, stats)
+            for receive in training:
+                receive(name, stats)
         elif validation is not None:
             validation(stats)
 
@@ -120,38 +126,37 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """Records, a timeline and findings of the MoE layers, where `observe` asks for them.
+    """Writes records, a timeline and findings of the MoE layers, as the `observe` settings say.
 
     Args:
-        config: where they go.
-        layers: whose statistics its `recorder` is to get, see `listen`.
-        comm: ranks whose numbers belong together; rank 0 writes.
-        host: what trains, for the report.
-        rank: of this process, for the timeline and traces; None: that in `comm`.
-        has_log: whether the host has a log of its own that the report reads; else numbers of
-            training are written with the records.
+        config: the `observe` settings.
+        layers: the layers by name. The caller passes their statistics to `recorder`, see `listen`.
+        comm: the ranks over which statistics are summed. Rank 0 writes the files.
+        host: the name of the host that trains, for the report.
+        rank: the rank of this process in timelines and traces. Defaults to its rank in `comm`.
+        has_log: whether the host writes a training log that the report reads. Otherwise the loss
+            and the speed are written together with the records.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
                  rank: int | None = None, has_log: bool = True) -> None:
         self.config, self.has_log = config, has_log
-        # a loop of one's own, or a host without its own log, does not say what training dropped
+        # a user's own loop, or a host without a log, reports no dropped choices of training
         own_loop = host in OWN_LOOPS
         warned = [RULE] if has_log and not own_loop else []
         self.recorder = StatsRecorder(config, comm, warned, host=host)
         self.trace = trace_of(config, layers, comm.rank if rank is None else rank)
         self.timeline = StepTimeline(config, layers, comm, rank or 0, self.recorder.health)
         self._skipped, self._tokens, self._since = 0, 0.0, time.perf_counter()
-        if own_loop:  # hosts write what their user gave
+        if own_loop:  # other hosts write the settings as the user gave them
             self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Records the timeline of the step that the settings name."""
+        """Record the timeline of the step that `observe.timeline` names."""
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
-        """Every `observe.interval` steps a record per layer; the host's numbers to the findings.
-        """
+        """Write one record per layer every `observe.interval` steps, and update the findings."""
         ends = facts.made and facts.number % self.config.interval == 0
         if ends:
             self.recorder.flush(facts.number)
@@ -163,7 +168,7 @@ class LayerRecords(RunFeature):
             self.recorder.health.add_step(skipped_step(facts.number))
 
     def after_log(self, facts: StepFacts) -> None:
-        """What the host's log has is looked at and plotted, too."""
+        """Plot the numbers of the host's log, and update the findings."""
         if facts.logged is not None and self.has_log and self.recorder.comm.rank == 0:
             self.recorder.health.add_step(facts.logged)
             self.recorder.plot(facts.logged)
@@ -184,21 +189,22 @@ class LayerRecords(RunFeature):
 
 
 class FirstStepLine(RunFeature):
-    """Says once, at once, how long a step takes and the run will take; on ranks that know the
-    step's tokens.
+    """Logs after the first step how long it took and how long the run will take.
+
+    Only ranks that know the number of tokens in a step log this line.
     """
 
     def __init__(self) -> None:
-        self._said, self._begun = False, 0.0
+        self._logged, self._start = False, 0.0
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Its time counts."""
-        self._begun = time.perf_counter()
+        """Start the timer."""
+        self._start = time.perf_counter()
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """A step that was skipped says nothing of others."""
-        if self._said or not facts.made or facts.skipped or not facts.tokens:
+        """Log the line after the first step that was not skipped."""
+        if self._logged or not facts.made or facts.skipped or not facts.tokens:
             return
-        self._said = True
-        logger.info("%s", first_step(time.perf_counter() - self._begun, facts.tokens, facts.left))
+        self._logged = True
+        logger.info("%s", first_step(time.perf_counter() - self._start, facts.tokens, facts.left))

@@ -1,9 +1,8 @@
-"""What is wrong with a run, if anything: one set of rules over its records, for the host's log, for
-`watch` and for the report.
+"""Find problems of a run by rules over its records.
 
-Rules about layers look at the last records, so that a finding goes away when its cause does, and at
-earlier ones, of which they speak as of something that is over. `spikes` and `slower` look at the
-whole run.
+The log of a run, the live view and the report all use these rules. Rules about layers examine the
+latest records, so that a finding disappears together with its cause. They also examine earlier
+records and report a problem there as past. The rules `spikes` and `slower` examine the whole run.
 """
 
 from __future__ import annotations
@@ -25,15 +24,17 @@ from moe_plugin.observe.layer_rules import (
     named,
 )
 
-MEMORY = 20  # steps before one against which a loss is compared
+MEMORY = 20  # the number of earlier steps with which a loss is compared
 SPIKE, SPIKE_NATS, SLOWER = 1.3, 0.3, 0.7
-DOMINATES = 0.5  # of a step
-UNDECIDED = 0.25  # of a run, at its end
+DOMINATES = 0.5  # the share of a step's time
+UNDECIDED = 0.25  # the last share of a run, in which the tuner should have settled
 DECIDED = ("settle", "keep", "restore")
-# fairseq multiplies both weights: --moe-losses alone would take the place of 1.0
+# fairseq multiplies --moe-gate-loss-wt and --moe-losses, so that --moe-losses alone would replace
+# the default weight of 1.0
 _BALANCE_WEIGHTS = {"fairseq": "--moe-gate-loss-wt", "megatron": "--moe-aux-loss-coeff",
                     "transformers": "router_aux_loss_coef", "pytorch": "losses.switch"}
-# the settings of the flags in remedies, for hosts without a command line (`config` needs torch)
+# The settings of the flags in remedies, for hosts without a command line. They are listed here
+# because `moe_plugin.config` needs torch, and a report is made without torch.
 _SETTINGS = {
     "--moe-all-to-all": "comm.all_to_all",
     "--moe-capacity-factor": "dispatch.capacity_factor",
@@ -56,16 +57,16 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to look at.
+    """A problem that a rule found in a run.
 
     Attributes:
-        rule: its name, a key of `RULES`.
-        title: what was seen, with numbers.
-        meaning: what it does to the run.
-        remedy: what to change, with flags.
-        layers: where; empty: the whole run.
-        past: it is over.
-        steps: the first and the last of them; None: it belongs to no step.
+        rule: the name of the rule, a key of `RULES`.
+        title: the problem, with numbers.
+        meaning: the consequence for the run.
+        remedy: the flags or settings to change.
+        layers: the names of the affected layers. Empty if the finding is about the whole run.
+        past: whether the problem is over.
+        steps: the first and the last affected step. None if the finding belongs to no step.
     """
 
     rule: str
@@ -78,24 +79,24 @@ class Finding:
 
 
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
-    """What the rules find, the worst kind first, and last what is over.
+    """Return the findings of all rules, ordered by severity, with past findings at the end.
 
     Args:
-        skip: rules that are left out.
-        past: False: without what layers have recovered from.
+        skip: the names of rules that are not applied.
+        past: whether to include problems from which layers have recovered. Defaults to True.
     """
-    left_out = set(skip)
-    found = [one for name, rule in RULES.items() if name not in left_out
-             for one in (_of_layers(rule, run, past) if isinstance(rule, LayerRule) else rule(run))]
-    if "drops" not in left_out:
-        found += _dropped_in_validation(run)
+    skipped = set(skip)
+    results = [finding for name, rule in RULES.items() if name not in skipped for finding in (
+        _of_layers(rule, run, past) if isinstance(rule, LayerRule) else rule(run))]
+    if "drops" not in skipped:
+        results += _dropped_in_validation(run)
     order = list(RULES)
-    return [dataclasses.replace(one, remedy=_for_host(one.remedy, run.host)) for one in
-            sorted(found, key=lambda one: (one.past, order.index(one.rule)))]
+    return [dataclasses.replace(finding, remedy=_for_host(finding.remedy, run.host))
+            for finding in sorted(results, key=lambda f: (f.past, order.index(f.rule)))]
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """A remedy with the host's own flags, or settings where the host has no command line."""
+    """Replace the flags in a remedy by the host's flags, or by settings if it has no flags."""
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
     if host not in OWN_LOOPS:
@@ -106,15 +107,15 @@ def _for_host(remedy: str, host: str) -> str:
 
 
 def too_few(run: RunRecord) -> str:
-    """Why the rules about layers could not judge a run; empty if they could."""
+    """Return the reason why the rules about layers cannot judge a run, or an empty string."""
     layers = run.layers or _of_the_log(run)
     most = max(map(len, layers.values()), default=0)
     if most >= RECENT:
         return ""
-    have = f"at most {most} of a layer" if most else "none"
+    have = f"a layer has at most {most}" if most else "there are none"
     return _for_host(
         f"There are too few records of layers to judge how balanced they are: {have}, and {RECENT} "
-        "are needed; train longer, or write records more often with --moe-stats-interval", run.host)
+        "are needed. Train longer, or write records more often with --moe-stats-interval", run.host)
 
 
 def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]:
@@ -128,7 +129,7 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
-    """What fairseq's log says of all layers together, for a run without layer statistics."""
+    """Return the mean of all layers from fairseq's log, for a run without layer statistics."""
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
                if (share := r.dropped()) is not None]
@@ -136,32 +137,32 @@ def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
 
 
 def _dropped_in_validation(run: RunRecord) -> Iterator[Finding]:
-    """The last validation dropped many choices: it has a bound of its own."""
+    """Find a last validation that dropped many choices. Validation has a separate capacity."""
     known = [(r.step, share) for r in run.steps if (share := r.dropped("valid ")) is not None]
     if known and known[-1][1] > DROPPED:
         step, share = known[-1]
         yield Finding(
             "drops", f"{100 * share:.0f} % of the choices are dropped in validation, at step "
-            f"{step:,}", "The validation loss is that of a model with fewer experts a token than "
-            "in training, or none.", "--moe-capacity-factor none drops nothing; or raise "
+            f"{step:,}", "In validation, tokens use fewer experts than in training, or no expert.",
+            "--moe-capacity-factor none drops nothing; or raise "
             "--moe-eval-token-fraction, --moe-eval-capacity-factor", steps=(step, step))
 
 
 def not_finite(run: RunRecord) -> Iterator[Finding]:
-    """A loss or gradient that is no number."""
+    """Find steps whose loss or gradient is not finite."""
     bad = [r.step for r in run.steps
            if r.not_finite or (r.loss is not None and not math.isfinite(r.loss))]
     if bad:
         yield Finding(
             "not_finite",
             f"a loss or gradient is not finite at step {named([f'{s:,}' for s in bad])}",
-            "Such a step is skipped on all ranks; after ten in a row training stops.",
+            "All ranks skip such a step; training stops after ten such steps in a row.",
             "lower the learning rate or lengthen the warm-up; in fp16 lower the initial loss "
             "scale; --moe-router-fp32 true", steps=(bad[0], bad[-1]))
 
 
 def spikes(run: RunRecord) -> Iterator[Finding]:
-    """The loss jumps."""
+    """Find steps at which the loss jumps."""
     losses = [(r.step, r.loss) for r in run.steps if r.loss is not None and math.isfinite(r.loss)]
     seen: list[int] = []
     for index in range(MEMORY, len(losses)):
@@ -171,14 +172,14 @@ def spikes(run: RunRecord) -> Iterator[Finding]:
     if seen:
         yield Finding(
             "spikes", f"the loss jumps at step {named([f'{step:,}' for step in seen])}",
-            f"It is {SPIKE:g} times the median of the {MEMORY} records before, or more.",
+            f"It is at least {SPIKE:g} times the median of the {MEMORY} records before.",
             "lower the learning rate, clip gradients, add a z-loss "
-            "(--moe-losses ...,z=0.001); look whether a layer's balance changed at that step",
+            "(--moe-losses ...,z=0.001); check whether a layer's balance changed at that step",
             steps=(seen[0], seen[-1]))
 
 
 def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
-    """A recorded step is mostly exchange between ranks."""
+    """Find a recorded step that spends most of its time in exchanges between ranks."""
     for (step, rank), spans in sorted(run.timelines.items()):
         total = max((s.end_s for s in spans), default=0.0)
         products = [s for s in spans if s.track == "matmuls"]
@@ -187,15 +188,15 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
         if total and alone > DOMINATES * total:
             yield Finding(
                 "exchange_dominates", f"{100 * alone / total:.0f} % of step {step:,} on rank "
-                f"{rank} is exchange between ranks, with no product at the same time",
-                "The network, not the processors, sets the speed.",
+                f"{rank} is exchange between ranks, without computation at the same time",
+                "The network limits the speed, not the processors.",
                 "--moe-parallel auto measures layouts that move less; --moe-wire bf16 halves the "
                 "bytes; --moe-all-to-all auto; more tokens per step", steps=(step, step))
             return
 
 
 def _covered(spans: Sequence[SpanRecord]) -> float:
-    """Seconds in which at least one of them runs."""
+    """Return the number of seconds during which at least one span is active."""
     total, until = 0.0, -math.inf
     for s in sorted(spans, key=lambda s: s.start_s):
         total += max(0.0, s.end_s - max(s.start_s, until))
@@ -204,7 +205,7 @@ def _covered(spans: Sequence[SpanRecord]) -> float:
 
 
 def undecided(run: RunRecord) -> Iterator[Finding]:
-    """The tuner still tries layouts at the end of a long run."""
+    """Find layers whose tuner still tries layouts at the end of a long run."""
     begin, end = run.step_range
     after = end - UNDECIDED * (end - begin)
     names = sorted({d.layer for d in run.decisions if d.event == "explore" and d.step > after}
@@ -212,13 +213,14 @@ def undecided(run: RunRecord) -> Iterator[Finding]:
     if names and end - begin >= 200:
         yield Finding(
             "undecided", f"the tuner still tries layouts in {named(names)}",
-            "Steps in which it tries are slower; it settles for each bucket of loads.",
-            "--moe-parallel predicted chooses without trying; a steadier load (--moe-losses) has "
-            "fewer buckets", tuple(names), steps=(math.ceil(after), end))
+            "Steps in which the tuner tries layouts are slower. It settles for each range of loads "
+            "separately.",
+            "--moe-parallel predicted chooses without trying; a steadier load (--moe-losses) needs "
+            "fewer ranges", tuple(names), steps=(math.ceil(after), end))
 
 
 def slower(run: RunRecord) -> Iterator[Finding]:
-    """The run has become slower."""
+    """Find a run that has become slower."""
     steps, speeds = zip(*known, strict=True) if (known := [
         (r.step, r.tokens_per_s) for r in run.steps if r.tokens_per_s]) else ((), ())
     if len(speeds) < 2 * MEMORY:
@@ -229,15 +231,16 @@ def slower(run: RunRecord) -> Iterator[Finding]:
     if last < SLOWER * max(parts):
         yield Finding(
             "slower", f"tokens per second fell from {max(parts):,.0f} to {last:,.0f}",
-            f"Medians over {MEMORY} records: the best of the run, and the last.",
-            "look at the balance of the layers and at the time in exchanges over the same steps; "
-            "`moe-plugin doctor` on each node finds a slow one", steps=(steps[-MEMORY], steps[-1]))
+            f"These are the best and the last median over {MEMORY} records.",
+            "compare the balance of the layers and the time in exchanges over the same steps; "
+            "`moe-plugin doctor` on each node finds a slow node",
+            steps=(steps[-MEMORY], steps[-1]))
 
 
-# the worst first
 _OF_RUNS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     not_finite, spikes, exchange_dominates, undecided, slower)
 _KNOWN = {**{rule.__name__: rule for rule in _OF_RUNS}, **{rule.name: rule for rule in LAYER_RULES}}
+# in the order of severity
 RULES: Mapping[str, LayerRule | Callable[[RunRecord], Iterator[Finding]]] = {
     name: _KNOWN[name] for name in (
         "not_finite", "collapse", "dead_experts", "drops", "no_balance", "uneven", "sure_router",

@@ -1,4 +1,7 @@
-"""Findings in the log of a run, each once, and again where it has spread or come back."""
+"""Log the findings of a run while it trains.
+
+Each finding is logged once, and again if it spreads to more layers or returns.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,33 @@ from moe_plugin.observe.layer_rules import RECENT
 
 logger = logging.getLogger(__name__)
 
-KEPT = 4 * MEMORY  # steps of which records are kept
-REST = MEMORY  # looks without a finding after which it is said again where it comes back
+KEPT = 4 * MEMORY  # the number of steps whose records are stored
+REST = MEMORY  # a finding that was absent for so many checks is logged again if it returns
 
 
 @dataclass
-class _Said:
-    """A finding in the log. layers: of which it was said. absent: looks since it was last found."""
+class _Logged:
+    """A finding that was logged.
+
+    layers: the number of layers that the log line named.
+    absent: the number of checks since the finding was last present.
+    """
 
     layers: int = 0
     absent: int = 0
 
 
 class HealthLog:
-    """Warns of what `moe_plugin.observe.findings` finds in the records of a run as they come, in a
-    memory that does not grow with the run.
+    """Logs the findings about the records of a run as soon as the records arrive.
+
+    The memory that it needs does not grow with the length of the run.
 
     Args:
-        skip: rules that somebody else warns of.
-        unit: what records are counted in.
-        tell: takes (step, rule, title, the rest), too.
-        host: whose flags remedies name, see `RunRecord.host`; empty: those of all.
+        skip: the names of rules for which the host logs its own warning.
+        unit: the name of the unit that counts records, for log lines.
+        tell: a function that also receives each finding as (step, rule, title, remaining text).
+        host: the host whose flags are named in remedies, see `RunRecord.host`. If empty, the flags
+            of all hosts are named.
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step",
@@ -43,48 +52,48 @@ class HealthLog:
                  host: str = "") -> None:
         self._tell = tell
         self.run, self._skip, self._unit = RunRecord(name="", host=host), tuple(skip), unit
-        self._said: dict[str, _Said] = {}  # by rule
+        self._logged: dict[str, _Logged] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the records of a step by layer, and say what is new."""
+        """Add the records of a step by layer, and log new findings."""
         for layer, record in records.items():
             known = self.run.layers.setdefault(layer, [])
             known.append(layer_record({"step": step, "layer": layer, **record}))
-            if len(known) > RECENT + 1:  # the first one stands for all that are older
+            if len(known) > RECENT + 1:  # the first record summarizes all older records
                 known[:2] = [_joined(known[0], known[1])]
         if records:
             self._look(step)
 
     def add_step(self, record: StepRecord) -> None:
-        """Take a record of the training log, and say what is new."""
+        """Add a record of the training log, and log new findings."""
         self.run.steps.append(record)
         if len(self.run.steps) > KEPT:
             self.run.steps = _shortened(self.run.steps)
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Take a timeline as it is written to the file, and say what is new."""
+        """Add a timeline in the form in which it is written to the file, and log new findings."""
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
         self._look(step)
 
     def _look(self, step: int) -> None:
-        found = {one.rule: one for one in findings(self.run, self._skip, past=False)}
-        for rule, said in list(self._said.items()):
-            said.absent = 0 if rule in found else said.absent + 1
-            if said.absent > REST:
-                del self._said[rule]
-        for rule, one in found.items():
-            said = self._said.setdefault(rule, _Said())
-            if len(one.layers) >= 2 * said.layers:
-                said.layers = max(1, len(one.layers))
-                text = f"{one.meaning} Remedy: {one.remedy}"
-                logger.warning("%s %d: %s. %s [%s]", self._unit, step, one.title, text, rule)
-                self._tell(step, rule, one.title, text)
+        present = {found.rule: found for found in findings(self.run, self._skip, past=False)}
+        for rule, logged in list(self._logged.items()):
+            logged.absent = 0 if rule in present else logged.absent + 1
+            if logged.absent > REST:
+                del self._logged[rule]
+        for rule, finding in present.items():
+            logged = self._logged.setdefault(rule, _Logged())
+            if len(finding.layers) >= 2 * logged.layers:
+                logged.layers = max(1, len(finding.layers))
+                text = f"{finding.meaning} Remedy: {finding.remedy}"
+                logger.warning("%s %d: %s. %s [%s]", self._unit, step, finding.title, text, rule)
+                self._tell(step, rule, finding.title, text)
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """What `findings` needs of both: the first step, the last decisions of each kind."""
+    """Return a record with the first step and the last decision of each kind of two records."""
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
         if made.event == "explore" or made.event in DECIDED:
@@ -93,7 +102,7 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """The fastest stretch, without its old losses, and the last steps."""
+    """Return the fastest stretch of steps without its losses, and the last steps."""
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
     return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]

@@ -1,9 +1,11 @@
-"""Rules about the layers of a run: what is measured of a record, when that is worth a finding, and
-what to say of it.
+"""The rules that judge the layers of a run.
 
-An even load is 1 over the mean load; a router that sends all tokens to the same k of E experts
-gives E / k. Balance is judged by how far a load is on the way between the two, since E / k may be
-less than 2.
+Each rule measures a number of every record, decides from which value on the number is worth a
+finding, and describes the finding.
+
+With an even load, the largest load over the mean load is 1. If a router sends all tokens to the
+same k of E experts, it is E / k. Balance is judged by the position of a load between these two
+values, because E / k may be less than 2.
 """
 
 from __future__ import annotations
@@ -17,29 +19,31 @@ from moe_plugin.observe.history.records import LayerRecord
 
 DROPPED = 0.10
 UNEVEN_WAY, COLLAPSED_WAY = 0.5, 0.75
-UNEVEN = 2.0  # over the mean load, where half the way is further
-FEW = 2  # choices by expert: a record with fewer says nothing of collapse
-PART = 0.05  # experts per token: less is rounding
-SURE = 0.02  # of the entropy of an even choice
-WAITS = 0.5  # of the calls
-LASTED = 0.25  # of a layer's records: what was over earlier belongs to the beginning of any run
-NAMED = 3  # layers and steps that a title names
-RECENT = 5  # records of a layer that are judged together; fewer say nothing
+UNEVEN = 2.0  # times the mean load, used if UNEVEN_WAY allows a larger value
+FEW = 2  # choices per expert; a record with fewer choices does not show a collapse
+PART = 0.05  # experts per token; smaller differences are rounding
+SURE = 0.02  # the share of the entropy of an even choice
+WAITS = 0.5  # the share of the calls
+LASTED = 0.25  # share of a layer's records; shorter problems are normal at the beginning of a run
+NAMED = 3  # the number of layers and steps that a title names
+RECENT = 5  # the number of records of a layer that are judged together
 
-Measure = Callable[[LayerRecord], Any]  # of one record; None: unknown
-Judge = Callable[[Sequence[Any]], "float | None"]  # of neighbouring ones; None: it does not hold
+Measure = Callable[[LayerRecord], Any]  # the number of one record, None if unknown
+# the value of neighbouring records if the rule applies to them, otherwise None
+Judge = Callable[[Sequence[Any]], "float | None"]
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A stretch of records.
+    """A stretch of neighbouring records to which a rule applies.
 
     Attributes:
-        first, last: steps of its ends.
-        begins, ends: whether these are the first and the last record of the layer.
-        records: how many.
-        worst: those that are judged worst; where it ends with the layer's, the last ones.
-        value: of these.
+        first, last: the first and the last step of the stretch.
+        begins, ends: whether the stretch contains the first and the last record of the layer.
+        records: the number of records in the stretch.
+        worst: the `RECENT` records with the worst value. If the stretch contains the last record of
+            the layer, these are the last records.
+        value: the value of the worst records.
     """
 
     first: int
@@ -53,9 +57,9 @@ class Episode:
 
 def episodes(records: Sequence[LayerRecord], measure: Measure, judge: Judge, *,
              past: bool = True) -> list[Episode]:
-    """Stretches in which `judge` holds for every `RECENT` neighbouring records, in order.
+    """Return the stretches in which a rule applies to every `RECENT` neighbouring records.
 
-    past: False: only the one that lasts, of which the last records alone are judged.
+    past: if False, judge only the last `RECENT` records.
     """
     start = 0 if past else max(0, len(records) - RECENT)
     values = [measure(record) for record in records[start:]]
@@ -75,7 +79,7 @@ def episodes(records: Sequence[LayerRecord], measure: Measure, judge: Judge, *,
 
 def _episode(records: Sequence[LayerRecord], values: Sequence[Any], judge: Judge, begin: int,
              end: int, worst: int, value: float) -> Episode:
-    # records at the ends are there for the sake of their neighbours
+    # the window of RECENT records may begin and end with records that are fine by themselves
     inside = [i for i in range(begin, end) if judge(values[i:i + 1]) is not None]
     first, last = (inside[0], inside[-1]) if inside else (begin, end - 1)
     return Episode(records[first].step, records[last].step, begin == 0, end == len(records),
@@ -86,7 +90,7 @@ Found = Mapping[str, Sequence[Episode]]  # by layer
 
 
 def named(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and the number of the remaining names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
@@ -96,11 +100,13 @@ class LayerRule:
     """A rule about layers.
 
     Attributes:
-        measure, judge: see `moe_plugin.observe.layer_rules`.
-        title: of what was found, in the past tense or not.
-        lasted: share of a layer's records that something must have lasted to be named when it
-            is over.
-        meaning, remedy: as of a finding.
+        name: the name of the rule.
+        measure: the function that measures a number of one record.
+        judge: the function that decides whether neighbouring records are worth a finding.
+        title: returns the title of a finding, in the past tense if its second argument is True.
+        meaning: the consequence for the run.
+        remedy: the flags or settings to change.
+        lasted: the share of a layer's records that a past problem must have lasted to be reported.
     """
 
     name: str
@@ -112,7 +118,10 @@ class LayerRule:
     lasted: float = LASTED
 
     def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
-        """(what lasts, what is over) by layer. past: False: the latter is not looked for."""
+        """Return the present and the past episodes by layer.
+
+        past: whether to search for past episodes.
+        """
         now: dict[str, Sequence[Episode]] = {}
         over: dict[str, Sequence[Episode]] = {}
         for name, records in layers.items():
@@ -125,7 +134,7 @@ class LayerRule:
 
 
 def _where(found: Found, past: bool) -> str:
-    """Layers, with steps where not all of the run is meant."""
+    """Return the names of layers, with steps if only a part of the run is affected."""
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
 
@@ -138,7 +147,7 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """(the layer where it is worst, with steps; the worst episode)."""
+    """Return the most affected layer with its steps, and the worst episode."""
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst
@@ -152,7 +161,7 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _mean_is(bad: Callable[[float], bool]) -> Judge:
-    """Holds where the mean is bad."""
+    """Return a judge that reports the mean of the known values if `bad(mean)` is true."""
 
     def judge(values: Sequence[Any]) -> float | None:
         mean = _mean(values)
@@ -161,24 +170,26 @@ def _mean_is(bad: Callable[[float], bool]) -> Judge:
     return judge
 
 
-# -- how even a load is
+# -- measures of balance
 
 
 def _per_token(record: LayerRecord) -> float | None:
-    """Experts per token; None: unknown."""
+    """Return the number of experts per token, or None if it is unknown."""
     k = record.choices / record.tokens if record.tokens else 0.0
     return k if k > 0 and math.isfinite(k) else None
 
 
 def _top(record: LayerRecord) -> float | None:
-    """Of max_over_mean: what it would be if every token chose the same experts, E / k."""
+    """Return E / k, the value of max_over_mean if every token chose the same experts."""
     k = _per_token(record)
     return None if k is None else len(record.load) / k
 
 
 def _concentration(record: LayerRecord) -> float | None:
-    """Where the share of the k busiest experts is between that of an even load, k / E (0), and that
-    of tokens which all choose the same experts (1). None: unknown, or all experts are chosen.
+    """Return 0 for an even load, 1 if all tokens choose the same k experts, or a value between.
+
+    The value is linear in the share of the k busiest experts. None if it is unknown, or if every
+    token chooses all experts.
     """
     k, experts, total = _per_token(record), len(record.load), record.choices
     if k is None or total < FEW * experts:
@@ -191,7 +202,10 @@ def _concentration(record: LayerRecord) -> float | None:
 
 
 def _bound(record: LayerRecord) -> float:
-    """max_over_mean from which a load is uneven; infinite where every token has every expert."""
+    """Return the value of max_over_mean from which a load counts as uneven.
+
+    The value is infinite if every token chooses every expert.
+    """
     top = _top(record)
     if top is None:
         return UNEVEN
@@ -199,27 +213,30 @@ def _bound(record: LayerRecord) -> float:
 
 
 def _over_bound(record: LayerRecord) -> float | None:
-    """max_over_mean over the bound from which a load is uneven."""
+    """Return max_over_mean divided by the value from which a load counts as uneven."""
     return None if record.max_over_mean is None else record.max_over_mean / _bound(record)
 
 
 def _without_loss(record: LayerRecord) -> float | None:
-    """`_over_bound` of a layer whose load nothing keeps even; of another 0."""
+    """Return `_over_bound` for a layer without any balancing, otherwise 0."""
     return _over_bound(record) if _has_no_loss(record) else 0.0
 
 
 def _has_no_loss(record: LayerRecord) -> bool:
-    """Whether nothing keeps the load even, and that is known: without an entropy the router, and
-    its losses, are not ours. The z-loss (also under its name in Megatron) balances nothing; a
-    router may declare that it needs no loss.
+    """Return whether a layer is known to have no balancing.
+
+    A record without an entropy comes from a router of another framework, whose losses are unknown.
+    The z-loss, named `z_loss` in Megatron, does not balance the load. A router may declare that it
+    balances without a loss.
     """
     balance = record.losses.keys() - {"z", "z_loss"} or record.self_balanced_calls
     return bool(record.load) and not balance and record.entropy is not None
 
 
 def _with_loss(record: LayerRecord) -> float | None:
-    """`_over_bound` of a layer that has a loss, or a router that balances without one; where it has
-    collapsed, which says more, 0.
+    """Return `_over_bound` for a layer with balancing, otherwise 0.
+
+    A collapsed layer also gives 0, because the rule `collapse` reports it.
     """
     if _has_no_loss(record):
         return 0.0
@@ -232,9 +249,9 @@ def _peak(records: Sequence[LayerRecord]) -> float:
 
 
 def _against(records: Sequence[LayerRecord]) -> str:
-    """The load if all tokens chose the same experts, for a title; empty where it is unknown."""
+    """Describe the load if all tokens chose the same experts, or return an empty string."""
     top = _mean(_top(r) for r in records)
-    return "" if top is None else f"{top:.1f} is all tokens on the same experts"
+    return "" if top is None else f"{top:.1f} would be all tokens on the same experts"
 
 
 def _collapse_title(found: Found, past: bool) -> str:
@@ -248,7 +265,7 @@ def _uneven_title(found: Found, past: bool) -> str:
     where, worst = _at(found, past)
     others = f", uneven in {len(found)} layers" if len(found) > 1 else ""
     against = _against(worst.worst)
-    bound = f"{_bound(worst.worst[-1]):.2g} is uneven"
+    bound = f"uneven from {_bound(worst.worst[-1]):.2g} on"
     has = "had" if past else "has"
     return (f"the busiest expert {has} {_peak(worst.worst):.1f} times the mean load "
             f"({bound}{against and f', {against}'}) in {where}{others}")
@@ -258,7 +275,7 @@ def _uneven_title(found: Found, past: bool) -> str:
 
 
 def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
-    """(experts, bits of those without a token)."""
+    """Return the number of experts and a bit mask of the experts without a token."""
     if not record.load:
         return None
     bits = 0 if all(record.load) else sum(1 << i for i, n in enumerate(record.load) if not n)
@@ -266,7 +283,10 @@ def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
 
 
 def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
-    """Experts without a token in all of the records; where no token was routed nothing holds."""
+    """Return the number of experts that received no token in any of the records.
+
+    None if there is no such expert, or if no token was routed.
+    """
     last = values[-1]
     if last is None or not last[1] or None in values or len({v[0] for v in values if v}) > 1:
         return None
@@ -293,7 +313,7 @@ def _drops_title(found: Found, past: bool) -> str:
 
 
 def _sureness(record: LayerRecord) -> float | None:
-    """The entropy over that of an even choice, where several experts are chosen."""
+    """Return the entropy divided by that of an even choice, if a token has several experts."""
     k, experts = _per_token(record) or 0.0, len(record.load)
     known = record.entropy is not None and experts > 1 and k > 1 + PART
     return (record.entropy or 0.0) / math.log(experts) if known else None
@@ -311,50 +331,49 @@ def _waits_title(found: Found, past: bool) -> str:
             "experts that are not on the device")
 
 
-BALANCE_WEIGHT = "{weight of the balance loss}"  # stands for the host's flag or setting
+BALANCE_WEIGHT = "{weight of the balance loss}"  # replaced by the host's flag or setting
 
 LAYER_RULES = (
     LayerRule(
         "collapse", _concentration, _mean_is(lambda way: way >= COLLAPSED_WAY), _collapse_title,
-        "The other experts learn nothing, and ranks wait for the one with the busy experts.",
+        "The other experts learn nothing, and all ranks wait for the rank with the busy experts.",
         f"set or raise a balance loss ({BALANCE_WEIGHT}), or use --moe-router sigmoid_bias; "
         "a collapsed router seldom recovers: go back to an earlier checkpoint", lasted=0.0),
     LayerRule(
         "dead_experts", _unchosen, _dead, _dead_title,
-        "Their weights get no gradient: memory without use.",
+        "Their weights get no gradient and occupy memory for nothing.",
         f"raise the balance loss ({BALANCE_WEIGHT}), add --moe-router-noise 1.0 or "
         "--moe-router-jitter 0.01 while training begins, or use fewer experts"),
     LayerRule(
         "drops", lambda r: r.drop_fraction, _mean_is(lambda share: share > DROPPED), _drops_title,
-        "A dropped choice gives zeros for that expert: tokens at the end of a batch learn less "
-        "than others.",
+        "A dropped choice contributes zeros, so that tokens at the end of a batch learn less.",
         "--moe-capacity-factor none drops nothing; or raise --moe-capacity-factor, or the balance "
         f"loss ({BALANCE_WEIGHT})"),
     LayerRule(
         "no_balance", _without_loss, _mean_is(lambda over: over >= 1),
         lambda found, past: f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, "
                             "and no balance loss is set",
-        "Nothing keeps tokens from choosing the same experts.",
-        f"a balance loss ({BALANCE_WEIGHT}), or a router that balances by itself, --moe-router "
-        "sigmoid_bias"),
+        "Nothing prevents all tokens from choosing the same experts.",
+        f"set a balance loss ({BALANCE_WEIGHT}), or use a router that balances without a loss, "
+        "--moe-router sigmoid_bias"),
     LayerRule(
         "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
-        "With experts on several ranks the others wait for it; with a capacity its tokens are "
-        "dropped.",
+        "With experts on several ranks, the other ranks wait for this expert. With a capacity, its "
+        "tokens are dropped.",
         f"raise the balance loss ({BALANCE_WEIGHT}), or let other ranks compute its rows: "
         "--moe-spill least_loaded"),
     LayerRule(
         "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "
                             f"{_where(found, past)}",
-        "Its scores are 1 for one expert and 0 for the others: the other chosen experts get no "
-        "weight and no gradient.",
+        "The scores are 1 for one expert and 0 for all others, so that the other chosen experts "
+        "get no weight and no gradient.",
         "add a z-loss (--moe-losses ...,z=0.001), a lower learning rate, or "
         "--moe-router-fp32 true in a 16-bit model"),
     LayerRule(
         "waits_for_experts", lambda r: (r.calls or 0.0, r.store.get("stalls", 0.0)), _stalled,
         _waits_title,
-        "They are copied while nothing else runs.",
-        "raise --moe-experts-cache, or let the next block's experts be fetched while this one "
-        "computes: --moe-predict-experts true, or a model trained with --moe-pre-gate 1"),
+        "The experts are copied while no computation runs.",
+        "raise --moe-experts-cache, or fetch the next block's experts during the computation of "
+        "this block: --moe-predict-experts true, or a model trained with --moe-pre-gate 1"),
 )

@@ -1,4 +1,4 @@
-"""Statistics of every MoE layer of a model, taken from its training passes."""
+"""Collect the statistics of every MoE layer of a model, and the settings that the user changed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from moe_plugin.routing.model_masks import TokenMasks, follow_masks
 from moe_plugin.routing.replay import counts
 from moe_plugin.utils.yaml_file import read_yaml
 
-# What the user of a run chose otherwise than the defaults, as written.
-ON, OFF = "on", "off"  # of a switch, which has no value
+ON, OFF = "on", "off"  # the values of a flag that is a switch
 
 
 def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
            several: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """What a command and the file of its `--moe-config` say otherwise than the defaults: (as
-    written, default) by name.
+    """Return the settings of a command and its `--moe-config` file that differ from the defaults.
 
     Args:
-        known: (value, default) by flag, of the host's settings that differ from their defaults; a
-            switch is `ON`, `OFF`.
-        several: see `written`.
+        words: the words of the command.
+        known: (value, default) of the host's settings that differ from their defaults, by flag. The
+            values of a switch are `ON` and `OFF`.
+        several: the names of flags that accept several words, see `written`.
+    Returns:
+        (value as written, default) by name.
     """
     found = written(words, several)
     named = {name: (known[name][0] if _is_switch(text, known[name]) else text or known[name][0],
@@ -45,14 +46,14 @@ def _is_switch(text: str, known: tuple[str, str]) -> bool:
 
 
 def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """(value, default) of our settings that differ from the defaults, by dotted path."""
+    """Return (value, default) of our settings that differ from the defaults, by dotted path."""
     defaults = {**flatten(to_dict(from_dict({}))), **flatten(to_dict(run_from_dict({})))}
     return {path: (str(value), shown(defaults[path])) for path, value in settings.items()
             if path in defaults and comparable(value) != comparable(defaults[path])}
 
 
 def shown(value: object) -> str:
-    """A default for readers: a dash for none."""
+    """Return the text that shows a default to readers, a dash for None."""
     return "–" if value is None else str(value)
 
 
@@ -60,21 +61,22 @@ Take = Callable[[str, LayerStats], None]
 
 
 def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
-    """From now on `take` gets the name and the statistics of each training pass of each MoE layer.
+    """Call `take` with the name and the statistics of each training pass of each MoE layer.
 
-    Layers: our own, wherever they are in the model, under the name of the block that holds one
-    alone; and the modules of experts of `transformers`, whoever computes them, of which the choices
-    are known, and neither the router's distribution (`entropy` is NaN) nor its losses; padding by
-    the model's own mask does not count. A pass that is recomputed counts once.
+    The layers are our own layers anywhere in the model, and the expert modules of `transformers`.
+    A layer that is the only content of a block has the name of the block. For expert modules of
+    `transformers` only the choices are known: the entropy is NaN, and there are no losses. Tokens
+    that the model's mask marks as padding do not count. A pass that is recomputed counts once.
 
-    Returns: them by name.
+    Returns:
+        The layers by name.
     Raises:
-        ValueError: the model has none.
+        ValueError: if the model has no MoE layer.
     """
     found = dict(_layers(model))
     if not found:
         raise ValueError(f"{type(model).__name__} has no MoE layer whose statistics could be "
-                         "taken: must have a MoELayer, or experts of transformers; call "
+                         "recorded: it must contain a MoELayer or experts of transformers. Call "
                          "replace_ffn(model) or swap_moe_blocks(model) first")
     foreign = [module for module in found.values() if not isinstance(module, MoELayer)]
     masks = follow_masks(model, foreign) if foreign else TokenMasks()
@@ -82,7 +84,7 @@ def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
         if isinstance(module, MoELayer):
             module.register_forward_hook(partial(_of_layer, take, name))
         else:
-            experts = module.down_proj.shape[0]  # of all ranks: a DTensor's
+            experts = module.down_proj.shape[0]  # of all ranks, because a DTensor has global sizes
             module.register_forward_hook(partial(_of_experts, take, name, experts, masks),
                                          with_kwargs=True)
     return found
@@ -109,8 +111,10 @@ def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: 
 
 
 def _stats(ids_TK: Tensor, experts: int, real_T: Tensor | None = None) -> LayerStats:
-    """Of a call of `transformers`' experts. ids_TK: int [T, K]; others than 0..E-1: no expert.
-    real_T: bool; None: all tokens are real.
+    """Return the statistics of one call of experts of `transformers`.
+
+    ids_TK: int [T, K]. Values outside 0..E-1 mean no expert.
+    real_T: bool [T], False for padding. None if there is no padding.
     """
     ids_KT = ids_TK.detach().t()
     here_KT = (ids_KT >= 0) & (ids_KT < experts)

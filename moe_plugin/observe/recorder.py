@@ -1,4 +1,4 @@
-"""`StatsRecorder`: collects `LayerStats`, reduces them once per interval, writes them to files.
+"""Collect `LayerStats`, sum them over ranks once per interval, and write them to files.
 
     recorder = StatsRecorder(run.observe, comm)
     for step in ...:
@@ -6,8 +6,8 @@
         recorder.add("layer3", out.stats)
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
-Between two records nothing is copied to the host and nothing is sent: each interval costs one
-all-reduce and one copy. What the files are is set by `ObserveConfig`.
+Between two records, nothing is copied to the host and nothing is sent. Each interval costs one
+all-reduce and one copy to the host. `ObserveConfig` selects the files.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ from moe_plugin.observe.model_layers import differing, listen_to
 from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from moe_plugin.output import LayerStats
 
-# LayerStats kept before they are summed: bounds memory, saves small device operations
+# The number of LayerStats that are stored before they are summed. Summing many at once saves small
+# device operations; the limit bounds the memory.
 FOLD_AT = 64
-# of a store of experts, see `StoredExperts.taken_counts`
+# the counts of a store of experts, see `StoredExperts.taken_counts`
 _STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
-# what the host knows of each call; `capped`, `balanced`: calls with a capacity, and with a router
-# that balances without a loss
+# The counts of each call that are known on the host. `capped` counts calls with a capacity, and
+# `balanced` counts calls whose router balances without a loss.
 _HOST = ("calls", "bytes_sent", "rows", "rows_sent", "rows_between", "capacity", "capped",
          "balanced", *_STORE)
 _THREAD = threading.local()
 
 
 class _Copies:
-    """What a copier did since the last record, and what stays on the device."""
+    """The activity of a copier since the last record, and its memory on the device."""
 
     def __init__(self, copier: Copier, on_device: Callable[[], OnDevice]) -> None:
         self.copier, self._before = copier, dataclasses.astuple(copier.counters)
         self.on_device = on_device
 
     def vector(self) -> Tensor:
-        """Float64 [10], in the order of `CopyCounters` and `OnDevice`."""
+        """Return the counts as float64 [10], in the order of `CopyCounters` and `OnDevice`."""
         now = dataclasses.astuple(self.copier.counters)
         grown = [after - before for after, before in zip(now, self._before, strict=True)]
         self._before = now
@@ -65,7 +66,10 @@ class _Copies:
 
 
 def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
-    """One record, ready for JSON: see docs/observability.md. sums: `vector` over all ranks."""
+    """Return one record for JSON, as docs/observability.md describes.
+
+    sums: the sum of `_Copies.vector` over all ranks.
+    """
     return {"ranks": ranks, **{
         field.name: round(value) if isinstance(field.default, int) else value
         for field, value in zip((*dataclasses.fields(CopyCounters), *dataclasses.fields(OnDevice)),
@@ -74,13 +78,15 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
 
 @dataclass
 class _Collected:
-    """Statistics of one layer since the last record.
+    """The statistics of one layer since the last record.
 
     Attributes:
-        pending: not yet summed.
-        sums_V: float64 [E + 4], `_device_sums` of older ones.
-        losses: by name, float64 [2]: the sum, and the number of calls that had this loss.
-        host: sums by the names of `_HOST`.
+        experts: the number of experts, E.
+        pending: the statistics of calls that are not summed yet.
+        sums_V: float64 [E + 4], the result of `_device_sums` for all earlier calls.
+        losses: float64 [2] by the name of a loss, the sum of the loss and the number of calls that
+            had this loss.
+        host: the sums of the counts in `_HOST`, by name.
     """
 
     experts: int
@@ -121,13 +127,13 @@ class _Collected:
         self.pending.clear()
 
     def copied(self) -> _Collected:
-        """The same so far: what either takes from now on is not in the other."""
+        """Return an independent copy."""
         return dataclasses.replace(self, **{
             f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)
         })
 
     def vector(self) -> Tensor:
-        """Everything that is summed over ranks, float64 [E + 4 + 15 + 2 * losses]."""
+        """Return all numbers that are summed over ranks, float64 [E + 4 + 15 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
         host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
@@ -136,9 +142,13 @@ class _Collected:
         return torch.cat([self.sums_V, host_N, *losses])
 
     def record(self, sums: Tensor) -> dict[str, Any]:
-        """One record, ready for JSON: see docs/observability.md. sums: `vector` over all ranks."""
+        """Return one record for JSON, as docs/observability.md describes.
+
+        sums: the sum of `vector` over all ranks.
+        """
         e = self.experts
-        # ranks that report the same tokens report shares of them: their sum is whole up to rounding
+        # Ranks with the same tokens each report a fraction of the counts, so that the sums are
+        # integers only up to rounding.
         *load, kept, tokens = map(int, sums[: e + 2].round().tolist())
         entropy, peak, *counts = sums[e + 2 : e + 4 + len(_HOST)].tolist()
         host = dict(zip(_HOST, counts, strict=True))
@@ -154,7 +164,7 @@ class _Collected:
             "dropped": routed - kept,
             "drop_fraction": (routed - kept) / routed if routed else 0.0,
             "unused_experts": load.count(0),
-            # of a router that is not ours it is not known
+            # the entropy is NaN for routers of other frameworks
             "entropy": None if math.isnan(entropy) else entropy / tokens if tokens else 0.0,
             "losses": {name: total / max(count, 1) for name, (total, count) in losses},
             "bytes_sent": int(host["bytes_sent"]),
@@ -163,7 +173,7 @@ class _Collected:
             "rows_between": int(host["rows_between"]),
             "capacity": host["capacity"] / host["capped"] if host["capped"] else None,
             "self_balanced_calls": int(host["balanced"]),
-            # agreed between ranks, so the same on all
+            # all ranks use the same layouts, so that rank 0's counts are enough
             "layouts": dict(self.layouts),
             "decisions": self.decisions,
             "exchanges": dict(self.exchanges),
@@ -174,18 +184,18 @@ class _Collected:
 
 
 class StatsRecorder:
-    """Collects statistics by layer; every `config.interval` steps writes one record per layer.
+    """Collects statistics of layers and writes one record per layer every `config.interval` steps.
 
     Args:
-        config: interval, and where records go; only rank 0 of `comm` writes.
-        comm: ranks whose numbers belong together; None: this rank alone. All of them must have the
-            same layers and make the same calls of `step` (with pipeline stages: the ranks of one
-            stage).
-        skip: findings that the host warns of itself.
-        host: what trains, for the report: `pytorch`, `fairseq`, `megatron`.
+        config: the interval and the files. Only rank 0 of `comm` writes files.
+        comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
+            All of them must have the same layers and call `step` equally often. Defaults to this
+            rank alone.
+        skip: the names of findings for which the host logs its own warning.
+        host: the name of the host for the report: `pytorch`, `fairseq` or `megatron`.
     Raises:
-        ValueError: a file that cannot be written; TensorBoard or Weights & Biases is wanted and not
-            installed.
+        ValueError: if a file cannot be written, or if TensorBoard or Weights & Biases is configured
+            but not installed.
     """
 
     def __init__(self, config: ObserveConfig, comm: Comm | None = None,
@@ -194,7 +204,7 @@ class StatsRecorder:
         self.host = host
         self._layers: dict[str, _Collected] = {}
         self._copiers: dict[str, _Copies] = {}
-        self._copied: dict[str, dict[str, Any]] = {}  # records that are not written yet
+        self._copied: dict[str, dict[str, Any]] = {}  # records that wait to be written
         self.health = HealthLog(skip, tell=self._alert, host=host)
         lines = functools.partial(JsonlSink, take_over=config.take_over_folder)
         kinds = ((lines, config.jsonl), (TensorBoardSink, config.tensorboard),
@@ -204,20 +214,23 @@ class StatsRecorder:
         marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Take the statistics of one forward pass; no copy to the host, no communication."""
+        """Add the statistics of one forward pass, without a copy to the host or communication."""
         if layer not in self._layers:
             self._layers[layer] = _Collected(stats.load_KE.shape[1])
         self._layers[layer].add(stats)
 
     def add_model(self, model: nn.Module) -> list[str]:
-        """From now on `add` is called for each training pass of each MoE layer of a model: made by
-        `replace_ffn` or `swap_moe_blocks`, built by hand, or with experts of `transformers`. Writes
-        the settings that our own layers were given.
+        """Record each training pass of each MoE layer of a model from now on.
 
-        Returns: the layers' names. Of `transformers`' own routers loads alone are known; ranks of
-        its TP group, which hold the same tokens, count them once each.
+        The layers may come from `replace_ffn`, from `swap_moe_blocks` or from your own code, or
+        they may be experts of `transformers`. The settings of our own layers are written too. For
+        routers of `transformers` only the load is known. The ranks of a TP group of `transformers`
+        have the same tokens, and each rank counts them.
+
+        Returns:
+            The names of the layers.
         Raises:
-            ValueError: the model has no such layer.
+            ValueError: if the model has no MoE layer.
         """
         found = listen_to(model, self.add)
         if ours := {name: one for name, one in found.items() if isinstance(one, MoELayer)}:
@@ -225,7 +238,10 @@ class StatsRecorder:
         return list(found)
 
     def mark(self) -> Callable[[], None]:
-        """What undoes all later calls of `add`, as often as it is called before a record."""
+        """Return a function that undoes all later calls of `add`.
+
+        The function may be called several times, until the next record is written.
+        """
         kept = {name: collected.copied() for name, collected in self._layers.items()}
 
         def undo() -> None:
@@ -235,25 +251,31 @@ class StatsRecorder:
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
-        """From now on each record says what this copier did, e.g. that of activations or weights.
+        """Record the activity of a copier from now on, such as that of activations or weights.
 
-        All ranks watch the same names.
+        All ranks must watch the same names.
 
         Args:
-            name: of what it moves.
-            on_device: asked at each record.
+            name: a name for the data that the copier moves.
+            copier: the copier.
+            on_device: a function that returns the memory on the device. It is called for each
+                record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
-        """Call once per step on every rank; `flush` at the end of an interval, else {}."""
+        """End a training step. Call it once per step on every rank.
+
+        Returns:
+            The result of `flush` at the end of an interval, otherwise {}.
+        """
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
-        """Reduce and write what was collected since the last record. A collective call.
+        """Sum the statistics since the last record over all ranks and write them. Collective.
 
         Returns:
-            Numbers for the host's log; {} if nothing was collected.
+            Numbers for the host's log, or {} if there are no statistics.
         """
         records = self.reduce()
         self.write(step, records)
@@ -262,10 +284,10 @@ class StatsRecorder:
         return summary(records)
 
     def training(self, step: int, **numbers: float | None) -> None:
-        """Take numbers of the training loop, for the files and the findings; rank 0's count.
+        """Add numbers of the training loop to the files and the findings. Only rank 0 writes.
 
-        numbers: any of loss (nats per token), tokens_per_s, grad_norm, learning_rate, not_finite
-            (steps skipped since the record before).
+        numbers: any of loss (in nats per token), tokens_per_s, grad_norm, learning_rate and
+            not_finite (the number of skipped steps since the last record).
         """
         if self.comm.rank:
             return
@@ -275,8 +297,9 @@ class StatsRecorder:
         self.health.add_step(training_record(row))
 
     def plot(self, record: StepRecord) -> None:
-        """Take numbers of the training loop that the host's own log has: to TensorBoard and
-        Weights & Biases alone.
+        """Send numbers of the host's log to TensorBoard and Weights & Biases.
+
+        They are not written to the JSONL file, because the report reads them from the host's log.
         """
         row = {"step": record.step, "time": time.time(), "training": {
             name: getattr(record, name) for name in TRAINING}}
@@ -289,12 +312,14 @@ class StatsRecorder:
             sink.alert(*words)
 
     def write_settings(self, layers: Mapping[str, MoELayer]) -> None:
-        """Write the settings that the layers were given, for the report; values that differ between
-        them, one after the other. layers: by the names that records have.
+        """Write the settings of the layers, for the report.
+
+        If layers have different values of a setting, all values are listed. layers: the layers by
+        the names that the records use.
         """
         flat = [flatten(to_dict(layer.given)) for layer in layers.values()]
-        of_all = {path: list(dict.fromkeys(str(one.get(path)) for one in flat))
-                  for path in dict.fromkeys(path for one in flat for path in one)}
+        of_all = {path: list(dict.fromkeys(str(settings.get(path)) for settings in flat))
+                  for path in dict.fromkeys(path for settings in flat for path in settings)}
         settings = {path: ", ".join(values) for path, values in of_all.items()}
         for sink in self.sinks:
             if isinstance(sink, JsonlSink):
@@ -302,7 +327,7 @@ class StatsRecorder:
                             "changed": differing(settings)})
 
     def write(self, step: int, records: dict[str, dict[str, Any]]) -> None:
-        """Write records to the files."""
+        """Write the records of a step to the files."""
         now = time.time()
         for sink in self.sinks:
             for name, copied in self._copied.items():
@@ -314,8 +339,9 @@ class StatsRecorder:
                             **record})
 
     def reduce(self) -> dict[str, dict[str, Any]]:
-        """Records by layer, over all ranks and all calls since the last one; `write` adds those of
-        copiers. One all-reduce.
+        """Return one record per layer, summed over all ranks and all calls since the last record.
+
+        This costs one all-reduce. `write` also writes the records of copiers.
         """
         if not self._layers and not self._copiers:
             return {}
@@ -338,31 +364,33 @@ class StatsRecorder:
 
 
 class Marked(Protocol):
-    """What counts steps that may be repeated."""
+    """An object that counts passes of a step which may be repeated."""
 
     def mark(self) -> Callable[[], None]:
-        """What undoes what is counted from now on; see `StatsRecorder.mark`."""
+        """Return a function that undoes all later counting; see `StatsRecorder.mark`."""
 
 
-def marked_here(one: Marked) -> None:
-    """From now on `marks` of this thread has it, as long as it lives."""
-    _of_this_thread().add(one)
+def marked_here(marked: Marked) -> None:
+    """Include an object in the `marks` of this thread, as long as the object exists."""
+    _of_this_thread().add(marked)
 
 
 def marks() -> list[Callable[[], None]]:
-    """`mark` of each recorder that this thread made: for a step that may be repeated."""
+    """Call `mark` of each recorder that this thread created, before a step that may be repeated."""
     return [recorder.mark() for recorder in _of_this_thread()]
 
 
 def _of_this_thread() -> weakref.WeakSet[Marked]:
-    # simulated ranks are threads
+    # the set is local to the thread because tests simulate ranks by threads
     if not hasattr(_THREAD, "recorders"):
         _THREAD.recorders = weakref.WeakSet()
     return _THREAD.recorders
 
 
 def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Numbers for a host's log line: means over layers, the worst `max_over_mean`, sums of counts.
+    """Return the numbers of a host's log line.
+
+    These are means over layers, the largest `max_over_mean`, and sums of counts.
     """
     if not records:
         return {}
@@ -382,7 +410,7 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the layers that send rows: rows of a token, and the share of kept choices without one."""
+    """Return the rows per token and the share of saved rows of the layers that send rows."""
     if not rows:
         return {}
     sent, between, tokens = (sum(row[key] for row in rows) for key in (
@@ -394,9 +422,10 @@ def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _device_sums(pending: list[LayerStats]) -> Tensor:
-    """Sums over calls, float64 [E + 4].
+    """Return sums over calls, float64 [E + 4].
 
-    In this order: load by expert, kept choices, tokens, entropy * tokens, max / mean of the load.
+    The order is: the load of each expert, the kept choices, the tokens, entropy times tokens, and
+    the largest load over the mean load.
     """
     copies_N = pending[0].load_KE.new_tensor([s.copies for s in pending], dtype=torch.float64)
     load_NE = torch.stack([s.load_KE.sum(0) for s in pending]) / copies_N[:, None]

@@ -1,4 +1,4 @@
-"""Where records are written: a JSONL file, TensorBoard, Weights & Biases."""
+"""Write records to a JSONL file, TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from moe_plugin.utils.folder_lock import hold_log
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import open_append, write_remedy
 
-# A warning where an evaluation waits for experts that are not on the device.
-#
-# Statistics files are of training, in which hosts keep experts on the device: what a store does in
-# an evaluation, the log alone says.
-CALLS = 2  # of each layer, that make a record
+CALLS = 2  # the number of calls of each layer per record
 
 
 class StoreLog:
-    """Takes what a store did in each call of the layers that share it, and warns."""
+    """Warns if an evaluation waits for experts that are not on the device.
+
+    The files of statistics are about training, where hosts store all experts on the device. So the
+    log is the only place that reports a store of experts during evaluation.
+    """
 
     def __init__(self) -> None:
         self._health, self._calls = HealthLog(unit="call"), 0
         self._seen: dict[str, Counter[str]] = {}
 
     def add(self, layer: str, store: Mapping[str, int]) -> None:
-        """Take a call. The first layer's begins a record: all layers speak at the same time."""
+        """Add the counts of one call.
+
+        A call of the first layer begins a record, so that all layers are judged together.
+        """
         if layer == next(iter(self._seen), None) and self._seen[layer]["calls"] == CALLS:
             self._record()
         self._seen.setdefault(layer, Counter()).update(calls=1, **store)
@@ -53,9 +56,9 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Let the layer's calls be looked at, if its experts are in a store; rank 0 alone warns.
+    """Watch the calls of a layer whose experts are in a store. Only rank 0 warns.
 
-    name: the layer's, for the log.
+    name: a function that returns the layer's name for the log.
     """
     if not layer.experts.stored or (dist.is_initialized() and dist.get_rank() > 0):
         return
@@ -69,37 +72,40 @@ def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
 
 
 logger = logging.getLogger(__name__)
-TOP = "moe"  # of the names of all plots
+TOP = "moe"  # the first part of the names of all plots
 
 
 class Sink(Protocol):
-    """Takes records: `step`, `time` (seconds since the epoch), `layer` or `copier` and the fields
-    of a record, or `training` and numbers by name.
+    """A destination of records.
+
+    A record has `step` and `time` (seconds since the epoch). It also has `layer` or `copier` with
+    the fields of that record, or `training` with numbers by name.
     """
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:
-        """Take what the log warns of: the finding's rule, what was seen, what to do."""
+        """Accept a warning: the rule of the finding, its title, and its meaning and remedy."""
 
     def close(self) -> None:
         """Close the files."""
 
 
 class JsonlSink:
-    """Appends one JSON object per line.
+    """Appends records to a file, one JSON object per line.
 
-    Every record is in the file when `write` returns, so a killed run loses none. A record that
-    cannot be written, e.g. because the disk is full, is lost with a warning: training goes on.
+    Every record is in the file when `write` returns, so that a killed run loses no record. If a
+    record cannot be written, for example because the disk is full, the record is lost with a
+    warning and training continues.
 
     Args:
-        path: the file; its folder is made.
-        name: the setting or flag that names it, for messages.
-        take_over: whether the file is locked even if another run has it (`folder_lock`). None: it
-            is not locked.
+        path: the file. Its folder is created if necessary.
+        name: the setting or flag that names the file, for messages.
+        take_over: whether to lock the file even if another run has locked it (`folder_lock`).
+            Optional. By default the file is not locked.
     Raises:
-        ValueError: it cannot be opened, or another run writes to it.
+        ValueError: if the file cannot be opened, or if another run writes to it.
     """
 
     def __init__(self, path: str, name: str = "observe.jsonl",
@@ -118,16 +124,17 @@ class JsonlSink:
             self._append((json.dumps(record) + "\n").encode())
         except OSError as error:
             if not self._lost:
-                logger.warning("%s cannot be written (%s), its records are lost until it can; %s",
-                               self._where, error.strerror, write_remedy(error, self._folder))
+                logger.warning("%s cannot be written (%s). Records are lost until it can be "
+                               "written; %s", self._where, error.strerror,
+                               write_remedy(error, self._folder))
             self._lost += 1
             return
         if self._lost:
-            logger.warning("%s is written again; %d records were lost", self._where, self._lost)
+            logger.warning("%s can be written again; %d records were lost", self._where, self._lost)
             self._lost = 0
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:
-        pass  # whoever reads the records finds it in them
+        pass  # readers of the file derive the findings from the records
 
     def _append(self, line: bytes) -> None:
         rest = memoryview(b"\n" + line if self._cut else line)
@@ -143,7 +150,7 @@ class JsonlSink:
 
 
 def _ends_within_a_line(path: str) -> bool:
-    """Whether the last line of a file has no end: a run was killed while it wrote."""
+    """Return whether the last line of a file is unfinished because a run was killed."""
     with open(path, "rb") as stream:
         if stream.seek(0, os.SEEK_END) == 0:
             return False
@@ -152,12 +159,12 @@ def _ends_within_a_line(path: str) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars by the names of `points`.
+    """Writes the numbers of records to TensorBoard, under the names of `points`.
 
-    Where the files cannot be written, it warns once and writes no more: training goes on.
+    If the files cannot be written, it logs one warning and stops writing. Training continues.
 
     Raises:
-        ValueError: TensorBoard is not installed, or the directory cannot be made.
+        ValueError: if TensorBoard is not installed, or if the directory cannot be created.
     """
 
     def __init__(self, directory: str) -> None:
@@ -191,24 +198,25 @@ class TensorBoardSink:
     def _unless_it_fails(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except OSError as error:  # also of TensorBoard's own thread, raised by the next call
+        except OSError as error:  # the next call also raises errors of TensorBoard's own thread
             if not self._failed:
-                logger.warning("observe.tensorboard=%r cannot be written (%s), nothing more is "
-                               "written there; %s", self._directory, error.strerror,
+                logger.warning("observe.tensorboard=%r cannot be written (%s). Nothing more will "
+                               "be written there; %s", self._directory, error.strerror,
                                write_remedy(error, self._directory))
             self._failed = True
 
 
 class WandbSink:
-    """Adds a run with the names of `points` to a project of Weights & Biases. The axis of every
-    plot is the training step, so that records of one step need not come together.
+    """Adds a run to a project of Weights & Biases, with the names of `points`.
 
-    Their package sends in the background, and obeys its own variables: WANDB_MODE=offline,
-    WANDB_DIR, WANDB_NAME, WANDB_RUN_GROUP. A run that something else of the process has started
-    there, e.g. fairseq's --wandb-project, stays as it is.
+    The axis of every plot is the training step, so that records of one step may arrive separately.
+    The package `wandb` sends in the background and follows its environment variables, such as
+    WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. Another run of the same process,
+    such as that of fairseq's --wandb-project, is not changed.
 
     Raises:
-        ValueError: it is not installed, or does not start (no key, no network).
+        ValueError: if `wandb` is not installed or cannot start, for example without a key or a
+            network.
     """
 
     def __init__(self, project: str) -> None:
@@ -239,8 +247,11 @@ class WandbSink:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by name: `moe/<layer>/<field>`, `.../loss/<name>` and
-    `.../share/expert<number>`; `moe/copies/<copier>/<field>`; `moe/training/<name>`.
+    """Return the numbers of a record by the names of their plots.
+
+    The names of a layer's numbers are `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
+    `moe/<layer>/share/expert<number>`. Other names are `moe/copies/<copier>/<field>` and
+    `moe/training/<name>`.
     """
     fields = record.get("training", record)
     numbers = {key: value for key, value in fields.items()

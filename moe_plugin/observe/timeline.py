@@ -1,6 +1,7 @@
-"""A timeline of one training step, by torch's profiler: layers, exchanges, matmuls, GPU kernels.
+"""Record a timeline of one training step with torch's profiler.
 
-Ranks that do not record wait for rank 0 only while it starts the profiler.
+The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that do not record wait for
+rank 0 only while it starts the profiler.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ GPU_KINDS = (("GPU exchange", ("nccl",)),
              ("GPU matmuls", ("gemm", "cutlass", "_mm_", "matmul", "grouped")),
              ("GPU other", ("",)))
 TRACKS = ("layers", "exchange", "matmuls", *(kind for kind, _ in GPU_KINDS))
-SPANS = 2000  # kept of one step, the longest
-JOINED_US = 50  # spans of one name closer than this become one
+SPANS = 2000  # the number of spans of one step that are stored, the longest first
+JOINED_US = 50  # consecutive spans of one name with smaller gaps are joined
 
 
 class _Row(NamedTuple):
-    """One span; begin and end in microseconds of the profiler's clock."""
+    """One span. `begin` and `end` are microseconds of the profiler's clock."""
 
     track: str
     name: str
@@ -44,14 +45,14 @@ class _Row(NamedTuple):
 
 
 class StepTimeline:
-    """Records one step.
+    """Records the timeline of one step.
 
     Args:
-        config: `timeline`, the step; `jsonl`, the file to which one record is appended.
-        layers: by name; their forward and backward passes are shown.
-        comm: its rank 0 records; None: this rank does.
-        rank: written into the record.
-        health: warns of what the timeline shows.
+        config: `timeline` is the step, and `jsonl` is the file to which one record is appended.
+        layers: the layers by name. The timeline shows their forward and backward passes.
+        comm: the ranks, of which rank 0 records. By default this rank records.
+        rank: the rank that is written into the record.
+        health: logs findings about the timeline. Optional.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module],
@@ -62,13 +63,13 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Put this around a whole training step; records the step of the config."""
+        """Wrap a whole training step, and record it if it is the configured step."""
         if self.path is None or not self.step or step != self.step:
             yield
             return
         from torch.profiler import ProfilerActivity, profile
 
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its own lines on stderr: start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # hides the profiler's lines on stderr
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         handles = [handle for name, layer in self.layers.items() for handle in _marked(name, layer)]
         try:
@@ -90,7 +91,7 @@ class StepTimeline:
 
 
 def _marked(name: str, layer: nn.Module) -> list[Any]:
-    """Hooks that mark a layer's forward pass in the profile."""
+    """Register hooks that mark a layer's forward pass in the profile."""
     open_marks: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -108,7 +109,7 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A layer's forward pass, and the numbers [first, after) of the autograd nodes that it made."""
+    """A layer's forward pass, and the numbers [first, after) of its autograd nodes."""
 
     name: str
     begin: float
@@ -118,10 +119,10 @@ class _Pass:
 
 
 def spans(events: Sequence[Any]) -> list[list[Any]]:
-    """The longest `SPANS` spans of a profile as [track, name, begin, end], seconds from its start.
+    """Return the longest `SPANS` spans of a profile as [track, name, begin, end].
 
-    events: `torch.profiler.profile.events()`; used are `name`, `time_range` (microseconds),
-    `sequence_nr` and `device_type`.
+    Times are in seconds from the start of the profile. events: the result of
+    `torch.profiler.profile.events()`.
     """
     timed = sorted((e for e in events if e.time_range.end >= e.time_range.start),
                    key=lambda e: e.time_range.start)
@@ -138,8 +139,8 @@ def spans(events: Sequence[Any]) -> list[list[Any]]:
 
 
 def _passes(timed: Sequence[Any]) -> list[_Pass]:
-    # autograd numbers its nodes in the order of the forward pass: those between begin and end of a
-    # layer belong to it
+    # autograd numbers its nodes in the order of the forward pass, so that the nodes of a layer have
+    # the numbers that were given out between the layer's begin and end
     made = [(e.time_range.start, e.sequence_nr) for e in timed
             if e.sequence_nr >= 0 and not e.name.startswith(BACKWARD)]
     starts = [start for start, _ in made]
@@ -162,11 +163,11 @@ def _on_host(event: Any) -> bool:
 
 
 def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
-    """The span of an event; None for an event that is not shown."""
+    """Return the span of an event, or None if the event is not shown."""
     name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):
-            return None  # the profiler's copies of marks on the device's row
+            return None  # the profiler repeats the marks of the host on the device's row
         track = next(t for t, words in GPU_KINDS if any(word in name.lower() for word in words))
         return _Row(track, name[:80], begin, end)
     if name.startswith(BACKWARD) and event.sequence_nr >= 0:
@@ -178,7 +179,7 @@ def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
 
 
 def _joined(rows: Sequence[_Row]) -> list[_Row]:
-    """Consecutive spans of one track and name as one."""
+    """Join consecutive spans of one track and name."""
     done: list[_Row] = []
     latest: dict[tuple[str, str], _Row] = {}
     for row in sorted(rows, key=lambda r: r.begin):

@@ -1,15 +1,16 @@
-"""Routing traces: which experts each token of a step went to, written, read and repeated.
+"""Write, read and replay routing traces, which list the experts of each token in each step.
 
-The form is that of Megatron's `--moe-routing-trace-path` (0.19 on): one file a rank,
-`router_trace_rank0.jsonl`, with one JSON object for each forward pass of a layer in training:
+The format is that of Megatron's `--moe-routing-trace-path`, from version 0.19 on. Each rank writes
+one file, `router_trace_rank0.jsonl` on rank 0. The file has one JSON object for each forward pass
+of a layer in training:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
 
-`step`: steps completed before it; a step has a record for each pass of a layer. `layer`: of the
-whole model, from 0 (Megatron counts those of the pipeline stage). Layers of multi-token prediction:
-`block` "mtp" and `mtp_idx`. Tokens are in the layer's order, -1: no expert (padding; a dropped
-second choice).
+`step` is the number of completed steps. `layer` is the index of the layer in the whole model,
+whereas Megatron counts the layers of the pipeline stage. Layers of multi-token prediction have the
+`block` "mtp" and also `mtp_idx`. Tokens are in the layer's order. The index -1 means no expert, for
+padding or a dropped second choice.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ Key = tuple[str, int | None, int]  # block, mtp_idx, layer
 
 
 def trace_path(folder: str, rank: int) -> Path:
-    """The file of a rank."""
+    """Return the path of a rank's trace."""
     return Path(folder, f"router_trace_rank{rank}.jsonl")
 
 
 def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """The choices in a file, int64 [T, K] on the host, by layer in the order of the model, step by
-    step.
+    """Read the choices in a file, by layer in the order of the model.
 
+    Returns:
+        For each layer a list of steps. Each step is a list of passes, int64 [T, K] on the host.
     Raises:
-        ValueError: it cannot be read, or is not such a file; it names the line.
+        ValueError: if the file cannot be read or is not a trace. The error names the line.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -61,49 +63,53 @@ def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
                 ids_TK = ids_TK.reshape(record["num_tokens"], record["topk"])
                 found.setdefault(key, {}).setdefault(int(record["step"]), []).append(ids_TK)
             except (ValueError, KeyError, TypeError, RuntimeError) as error:
-                raise ValueError(f"routing trace {short(str(path))}, line {number} is not a record "
-                                 f"of Megatron's form: {short(error)}; write it again") from error
+                raise ValueError(
+                    f"routing trace {short(str(path))}, line {number} is not a record in "
+                    f"Megatron's format: {short(error)}. Write the trace again") from error
     in_order = sorted(found, key=lambda key: (key[0] != "decoder", key[1] or 0, key[2]))
     return {key: [found[key][step] for step in sorted(found[key])] for key in in_order}
 
 
 def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
-    """`read_trace` of every rank of a folder, in their order.
+    """Read the traces of all ranks in a folder, in the order of the ranks.
 
-    Raises: ValueError: there is none, or one cannot be read.
+    Raises:
+        ValueError: if there is no trace, or if a trace cannot be read.
     """
     files = sorted(Path(folder).glob("router_trace_rank*.jsonl"),
                    key=lambda path: (len(path.name), path.name))
     if not files:
-        raise ValueError(f"{short(str(folder))} holds no router_trace_rank*.jsonl; write a trace "
-                         "with observe.trace, or Megatron's --moe-routing-trace-path")
+        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Write a "
+                         "trace with observe.trace, or with Megatron's --moe-routing-trace-path")
     return [read_trace(path) for path in files]
 
 
 class RoutingTrace:
-    """Writes what layers choose in training, and has them choose what another trace says.
+    """Writes the choices of layers in training, and replays the choices of another trace.
 
-    Recomputations of a pass count once, repeated steps too. Of torch.compile nothing is written.
+    A pass that is recomputed counts once, and so does a repeated step. Passes that torch.compile
+    traces are not written.
 
     Args:
-        layers: with a `MoELayer` each, in the order of the model; a layer's `trace_key` is its
-            `Key`, else its place.
-        rank: of this process.
-        write: folder of this run's trace; None: none. What is there is kept where it is of steps
-            before the first of this run, which goes on from a checkpoint.
-        steps: this run adds its first steps, so many; 0: all.
-        replay: folder of a trace: pass m of a layer in step n takes the m-th record of the n-th
-            step there, and after the last step again those of the first, in place of the router's
-            choice (see `Router.forced`); layers go by their order. None: none.
+        layers: modules that contain a `MoELayer` each, in the order of the model. The `Key` of a
+            layer is its `trace_key`, or otherwise its position.
+        rank: the rank of this process.
+        write: the folder for this run's trace. Optional. If the run resumes from a checkpoint,
+            records of earlier steps are kept.
+        steps: the number of steps that this run records, counted from its first step. If 0, all
+            steps are recorded.
+        replay: the folder of a trace to replay. Optional. Pass m of a layer in step n uses record m
+            of step n in the trace, in place of the router's choice (see `Router.forced`). After its
+            last step the trace starts again. Layers are matched by their order.
     Raises:
-        ValueError: a folder that cannot be written, a trace that does not fit these layers.
+        ValueError: if a folder cannot be written, or if a trace does not fit these layers.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], rank: int, *, write: str | None = None,
                  steps: int = 0, replay: str | None = None) -> None:
         self.rank, self.steps, self.ended = rank, steps, 0
         self.path = None if write is None else trace_path(write, rank)
-        self.records: list[tuple[Key, Tensor]] = []  # of this step
+        self.records: list[tuple[Key, Tensor]] = []  # the passes of the current step
         self.replays: list[_Replay] = []
         moes = [layers_in(layer)[0] for layer in layers.values()]
         if replay is not None:
@@ -119,9 +125,9 @@ class RoutingTrace:
     def _replay(self, moes: list[MoELayer], path: Path) -> None:
         trace = read_trace(path)
         if len(trace) != len(moes):
-            raise ValueError(f"routing trace {short(str(path))} has {len(trace)} layers, this rank "
-                             f"has {len(moes)}: must be equal; give the trace of this model in "
-                             "this layout")
+            raise ValueError(f"routing trace {short(str(path))} has {len(trace)} layers, but this "
+                             f"rank has {len(moes)}. Pass a trace of the same model in the same "
+                             "parallel layout")
         for moe, steps in zip(moes, trace.values(), strict=True):
             router = moe.router
             check_replaceable(router, "observe.replay")
@@ -137,22 +143,24 @@ class RoutingTrace:
         return hook
 
     def mark(self) -> Callable[[], None]:
-        """What undoes all later passes, as `StatsRecorder.mark`."""
-        kept, places = len(self.records), [one.passes for one in self.replays]
+        """Return a function that undoes all later passes, like `StatsRecorder.mark`."""
+        kept, passes = len(self.records), [replay.passes for replay in self.replays]
 
         def undo() -> None:
             del self.records[kept:]
-            for one, place in zip(self.replays, places, strict=True):
-                one.passes = place
+            for replay, earlier in zip(self.replays, passes, strict=True):
+                replay.passes = earlier
 
         return undo
 
     def end_step(self, number: int, made: bool = True) -> None:
-        """Write the records of step `number`, counted from 1; made: False: the step is lost, and so
-        are they.
+        """Write the records of a step.
 
+        Args:
+            number: the number of the step, counted from 1.
+            made: whether the step was applied. The records of a lost step are dropped.
         Raises:
-            ValueError: a trace that is replayed has more records of this step than passes were.
+            ValueError: if the replayed trace has more records of this step than passes were made.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made
@@ -177,13 +185,14 @@ def _checked(steps: list[list[Tensor]], experts: int, path: Path) -> list[list[T
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
             raise ValueError(
                 f"routing trace {short(str(path))} has experts {int(ids_TK.min())}.."
-                f"{int(ids_TK.max())}: must be in -1..{experts - 1}; give the trace of this model")
+                f"{int(ids_TK.max())}, which must be in -1..{experts - 1}. Pass a trace of this "
+                "model")
     return steps
 
 
 def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
              rank: int) -> RoutingTrace | None:
-    """What `observe.trace` and `observe.replay` ask for; None: neither is set."""
+    """Build the trace for `observe.trace` and `observe.replay`, or None if both are unset."""
     if not config.trace and not config.replay:
         return None
     return RoutingTrace(layers, rank, write=config.trace, steps=config.trace_steps,
@@ -191,7 +200,7 @@ def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
 
 
 def _keep(path: Path, step: int) -> None:
-    """Keep a file's records of steps before this one."""
+    """Keep only the records of earlier steps in a file."""
     kept = path.with_name(path.name + ".kept")
     with open(kept, "w", encoding="utf-8") as file:
         if path.exists() and step:
@@ -204,24 +213,24 @@ def _is_before(step: int, line: str) -> bool:
     try:
         return int(json.loads(line)["step"]) < step
     except (ValueError, KeyError, TypeError):
-        return False  # the last line of a run that was killed
+        return False  # an unfinished last line of a run that was killed
 
 
 @dataclass
 class _Replay:
-    """Chooses what a trace says, step after step; see `Router.forced`."""
+    """Replays the choices of a trace for one router; see `Router.forced`."""
 
     router: Router
     steps: list[list[Tensor]]
-    step: int = 0  # steps that have ended
-    passes: int = 0  # of this step
+    step: int = 0  # the number of completed steps
+    passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """The choices of this pass; None: it does not count, and so the trace has none."""
+        """Return the choices of this pass, or None if the pass does not count."""
         if self.router.training and inside_backward():
             raise RuntimeError(
-                "a recomputation found no recorded routing: with observe.replay recompute by "
-                "torch.utils.checkpoint.checkpoint")
+                "the recomputation of a pass found no recorded routing. With observe.replay, "
+                "recompute with torch.utils.checkpoint.checkpoint")
         if not counts(self.router.training):
             return None
         step = self._records
@@ -231,22 +240,22 @@ class _Replay:
         shape = call.logits_TE.shape[0], call.k
         if tuple(ids_TK.shape) != shape:
             raise ValueError(
-                f"{self._record(self.passes)} is of "
-                f"{tuple(ids_TK.shape)} tokens and experts per token, this pass has {shape}: must "
-                "be equal; replay the model, micro-batches and layout of the trace")
+                f"{self._record(self.passes)} has {tuple(ids_TK.shape)} tokens and experts per "
+                f"token, but this pass has {shape}. Replay with the model, the micro-batches and "
+                "the layout of the trace")
         self.passes += 1
-        complete = not bool((ids_TK < 0).any())  # on the host
+        complete = not bool((ids_TK < 0).any())  # ids_TK is on the host, so nothing waits
         ids_TK = ids_TK.to(call.logits_TE.device)
         if complete:
             return ids_TK
         if bool(((ids_TK < 0).any(1) & call.real_T).any()):
             raise ValueError(
-                f"{self._record(self.passes - 1)} has no expert for a token that is no "
-                "padding: must name as many for each; replay a trace without dropped choices")
+                f"{self._record(self.passes - 1)} has no expert for a token that is not padding. "
+                "Replay a trace without dropped choices")
         return ids_TK.clamp(min=0)
 
     def end_step(self, made: bool) -> None:
-        """Go on to the trace's next step; `ValueError` where records of a made one are left."""
+        """Go to the next step of the trace. `ValueError` if records of an applied step are left."""
         if made and self.passes < len(self._records):
             raise self._differs(str(self.passes))
         self.step, self.passes = self.step + 1, 0
@@ -256,12 +265,12 @@ class _Replay:
         return self.steps[self.step % len(self.steps)]
 
     def _record(self, number: int) -> str:
-        return (f"record {number + 1} of a layer in step {self.step % len(self.steps) + 1} of a "
+        return (f"record {number + 1} of a layer in step {self.step % len(self.steps) + 1} of the "
                 "routing trace")
 
     def _differs(self, passes: str) -> ValueError:
         return ValueError(
-            f"a layer has {passes} passes in this step, and {len(self._records)} records in step "
-            f"{self.step % len(self.steps) + 1} of a routing trace: must be equal; replay the "
-            "micro-batches of the trace. Megatron also writes recomputations and evaluations: have "
-            "it write one without them, or write it with moe-plugin's router")
+            f"a layer has {passes} passes in this step, but {len(self._records)} records in step "
+            f"{self.step % len(self.steps) + 1} of the routing trace. Replay with the "
+            "micro-batches of the trace. Megatron also records recomputations and evaluations, so "
+            "write its trace without them, or write the trace with moe-plugin's router")

@@ -1,6 +1,6 @@
-"""The live view of a running job, by rich: one screen, updated whenever the run's files grow.
+"""Show a running job as a live view that is updated whenever the files of the run grow.
 
-Where the output is not a terminal, the same view is plain text without control codes.
+If the output is not a terminal, the same view is printed as plain text without control codes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from moe_plugin.utils.messages import printable
 
 
 def first_step(seconds: float, tokens: float, left: int | None) -> str:
-    """What the first step of a run says of the rest, for the log.
+    """Return the log line after the first step of a run.
 
     Args:
-        seconds: of the step.
-        tokens: of all ranks in it.
-        left: steps after it; None: not known.
+        seconds: the duration of the step.
+        tokens: the number of tokens of all ranks in the step.
+        left: the number of remaining steps. None if it is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:
         return text
     steps = "1 step" if left == 1 else f"{left:,} steps"
-    return f"{text}; {steps} left, {show_time(left * seconds)} if all take as long"
+    return f"{text}; {steps} left, {show_time(left * seconds)} at this speed"
 
 
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -51,7 +51,10 @@ POLL_S = 0.2
 
 
 def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
-    """The view of a run, at most as high as the console. age_s: seconds since the files grew."""
+    """Return the view of a run, at most as high as the console.
+
+    age_s: the number of seconds since the files grew. Optional.
+    """
     bars = PLAIN if console.options.ascii_only else BARS
     training = _training(run, console.width, bars)
     head: list[RenderableType] = [_title(run, age_s), _progress(run),
@@ -77,7 +80,7 @@ def _title(run: RunRecord, age_s: float | None) -> Text:
 
 
 def _findings(run: RunRecord, width: int) -> list[RenderableType]:
-    """What is wrong and what to change, a line each, or more where the console is narrow."""
+    """Return each finding and its remedy, wrapped to the width of the console."""
     parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
         (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
     return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
@@ -85,7 +88,7 @@ def _findings(run: RunRecord, width: int) -> list[RenderableType]:
 
 
 def _progress(run: RunRecord) -> RenderableType:
-    """How far the run is, with the time so far and the time left where they are known."""
+    """Return the progress of the run, with the elapsed and the remaining time if known."""
     total, parts = run.total_steps, [f"step {run.last_step:,}"]
     if total:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
@@ -118,8 +121,7 @@ def _training(run: RunRecord, width: int, bars: str) -> Table:
 
 
 def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Values over time as a line of bars, from lowest to highest; `?` for one that is not finite.
-    """
+    """Return values over time as a line of bars. A value that is not finite is shown as `?`."""
     count = max(1, min(width, len(values)))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count]
              for i in range(count)]
@@ -133,9 +135,9 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
-    """One bar per expert: half height is the mean load, full height twice the mean or more.
+    """Return one bar per expert. Half height is the mean load, full height is twice the mean.
 
-    With more experts than `width`, each bar is the busiest of a group.
+    With more experts than `width`, each bar shows the busiest expert of a group.
     """
     shares = [0.0 if math.isnan(s) else s for s in record.shares]
     count = min(width, len(shares))
@@ -148,7 +150,7 @@ def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
 
 
 def _warning(value: float | None, high: float, very_high: float) -> str:
-    """The colour of a value of which less is better."""
+    """Return the colour of a value that should be small."""
     if value is None:
         return ""
     return "red" if value >= very_high else "yellow" if value >= high else "green"
@@ -160,7 +162,7 @@ def _layers(run: RunRecord, width: int, room: int, bars: str) -> list[Renderable
         return [_text("no layer statistics (the hosts write them with --moe-stats-jsonl FILE)")]
     names = min(NAMES, max(len(name) for name in last))
     shown = last
-    if len(last) > max(room, 3):  # the least balanced ones, in the order of the model
+    if len(last) > max(room, 3):  # show the least balanced layers, in the order of the model
         worst = sorted(last, key=lambda name: -(last[name].max_over_mean or 0.0))[:max(room - 1, 3)]
         shown = {name: record for name, record in last.items() if name in worst}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -189,12 +191,12 @@ class Watch:
     """Shows a run until it has finished.
 
     Args:
-        folder: of the run.
-        interval: seconds between two looks at its files.
-        stream: where to write; control codes and colours only if it is a terminal.
-        sleep: waits some seconds (for tests).
+        folder: the folder of the run.
+        interval: the number of seconds between two checks of its files.
+        stream: the output. Control codes and colours are used only if it is a terminal.
+        sleep: the function that waits for some seconds. Tests replace it.
     Raises:
-        ValueError: `interval` is not positive.
+        ValueError: if `interval` is not positive.
     """
 
     def __init__(self, folder: Path, interval: float = 2.0, stream: TextIO | None = None,
@@ -204,7 +206,7 @@ class Watch:
         self.folder, self.interval, self.sleep = folder, interval, sleep
         self.stream = stream if stream is not None else sys.stdout
         if isinstance(self.stream, io.TextIOWrapper):
-            self.stream.reconfigure(errors="replace")  # an ASCII terminal, or output into a file
+            self.stream.reconfigure(errors="replace")  # for an ASCII terminal
         self.console = Console(file=self.stream, highlight=False)
         self.terminal = self.stream.isatty() and not self.console.is_dumb_terminal
         if not self.terminal:
@@ -215,7 +217,7 @@ class Watch:
         self.signature: object = None
 
     def once(self) -> None:
-        """Show the present state. `ValueError`: the folder holds no run."""
+        """Show the current state once. `ValueError` if the folder contains no run."""
         self.run = read_run(self.folder)
         self._print()
 
@@ -228,7 +230,7 @@ class Watch:
             if self.terminal:
                 self._print()
         except BrokenPipeError:
-            # nothing can be written any more, not even by the interpreter at its end
+            # without this the interpreter would fail when it flushes the closed pipe at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def _follow(self) -> None:
@@ -239,13 +241,13 @@ class Watch:
                     screen.update(self._view())
                 elif changed:
                     self._print()
-                # a final validation follows the last step: end only when the files rest
+                # a final validation follows the last step, so wait until the files stop growing
                 if not changed and self.run is not None and self.run.finished:
                     return
                 self._wait()
 
     def _look(self) -> bool:
-        """Read the files if they changed; returns whether they did."""
+        """Read the files if they changed, and return whether they changed."""
         now = self._signature()
         if now == self.signature:
             return False
@@ -274,7 +276,7 @@ class Watch:
         return view(self.run, self.console, time.time() - max(times) if times else None)
 
     def _print(self, last: str | None = None) -> None:
-        """Write the view, or one last line after it, as ordinary text."""
+        """Write the view as ordinary text, or write one last line after it."""
         if last is None or self.terminal:
             with self.console.capture() as captured:
                 self.console.print(self._view())

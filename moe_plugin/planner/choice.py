@@ -1,4 +1,4 @@
-"""`LayoutChoice`: the record that settings fix, the planner predicts and the tuner measures."""
+"""`LayoutChoice`, the record that settings define, the planner predicts and the tuner measures."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from typing import Any
 
 from moe_plugin.planner.spill import POLICIES
 
-DEGREES = (1, 2, 4, 8)  # values of d that a search tries
+DEGREES = (1, 2, 4, 8)  # overlap degrees that a search tries
 SENDS = ("rows", "ranks", "nodes")
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class LayoutChoice:
-    """How one layer runs one step.
+    """Choice of how one layer runs one step.
 
     Attributes:
-        r: routing degree. 0: every rank gathers all experts' parameters and computes its own
-            tokens, no all-to-all (data parallelism in Tutel). r >= 1: every token goes to r
-            ranks, each of which has 1/r of the expert's inner width after gathering what it
-            lacks; r = 1: expert and data parallelism, r > 1: expert and model parallelism. With
-            at least as many experts as ranks only 0 and 1 exist.
-        d: overlap degree, pieces in which rows travel and are computed; 1: no overlap.
-        d_backward: the same for backward; 0: d.
-        algorithm: all-to-all algorithm by registered name.
-        kernel: expert compute by registered name.
-        piece_axis: how pieces are made, by `rows`, `experts` or `peers`; without effect where d
-            is 1.
-        gather_tokens: every rank gets all tokens of the group and computes its own experts'
-            rows, no all-to-all (dispatcher all_gather); parameters stay where they are stored.
-        spill: which ranks compute rows of overloaded experts, one of `planner.spill.POLICIES`;
-            only where every token goes to all slices of its expert (the largest r).
-        send: how often a token's row travels, one of `SENDS`: once for each of its experts, once to
-            each rank, or once to each node that has some.
+        r: routing degree. With r = 0 every rank gathers the parameters of all experts and computes
+            its own tokens without an all-to-all (data parallelism in Tutel). With r >= 1 every
+            token is sent to r ranks, each of which computes 1/r of the expert's inner width after
+            gathering the missing parameters: r = 1 is expert plus data parallelism, and r > 1 is
+            expert plus model parallelism. If there are at least as many experts as ranks, only 0
+            and 1 are possible.
+        d: overlap degree in forward: the number of pieces in which rows are sent and computed.
+            With d = 1 nothing overlaps.
+        d_backward: overlap degree in backward. 0 means the same as in forward.
+        algorithm: registered name of the all-to-all algorithm.
+        kernel: registered name of the expert compute implementation.
+        piece_axis: how rows are divided into pieces: by `rows`, `experts` or `peers`. With one
+            piece, the axis has no effect.
+        gather_tokens: whether every rank gathers all tokens of the group and computes the rows of
+            its own experts, without an all-to-all (dispatcher all_gather). Parameters remain on
+            the ranks that store them.
+        spill: policy that selects the ranks that compute rows of overloaded experts, from
+            `planner.spill.POLICIES`. Rows can spill only if every token is sent to all slices of
+            its expert (the largest r).
+        send: how often a token's row is sent, from `SENDS`: once per selected expert, once per
+            rank, or once per node that has a selected expert.
     """
 
     r: int
@@ -51,39 +55,39 @@ class LayoutChoice:
 
     @property
     def exchanges(self) -> bool:
-        """Whether rows travel by all-to-all."""
+        """Whether rows are exchanged by an all-to-all."""
         return self.r > 0 and not self.gather_tokens
 
     def __post_init__(self) -> None:
         for name, bound in (("r", 0), ("d", 1), ("d_backward", 0)):
             if getattr(self, name) < bound:
                 raise ValueError(
-                    f"layout {name}={getattr(self, name)} is out of bounds: must be >= {bound}; "
-                    "see docs/adaptive.md"
+                    f"layout {name}={getattr(self, name)} is too small; it must be >= {bound}. "
+                    "See docs/adaptive.md"
                 )
         if self.spill not in POLICIES:
-            raise ValueError(f"layout spill={self.spill!r} is not one of {', '.join(POLICIES)}; "
-                             "see docs/overload.md")
+            raise ValueError(f"layout spill={self.spill!r} is unknown. Choose from "
+                             f"{', '.join(POLICIES)}; see docs/overload.md")
         if self.send not in SENDS:
-            raise ValueError(f"layout send={self.send!r} is not one of {', '.join(SENDS)}; "
-                             "see docs/once.md")
+            raise ValueError(f"layout send={self.send!r} is unknown. Choose from "
+                             f"{', '.join(SENDS)}; see docs/once.md")
 
     @property
     def backward_d(self) -> int:
-        """Pieces in backward."""
+        """Number of pieces in backward."""
         return self.d_backward or self.d
 
     @property
     def words(self) -> str:
-        """What happens in words, for logs: how rows and weights meet, in how many pieces."""
+        """The layout in words, for logs and reports."""
         if self.gather_tokens:
             parts = ["tokens gathered on all ranks, no all-to-all"]
         elif not self.r:
             parts = ["experts' weights gathered, no all-to-all"]
         else:
-            each = f", each to {self.r} ranks" * (self.r > 1)
+            copies = f", each to {self.r} ranks" * (self.r > 1)
             once = "" if self.send == "rows" else f", once to each {self.send[:-1]}"
-            parts = [f"tokens sent by all-to-all {self.algorithm}{each}{once}"]
+            parts = [f"tokens sent by all-to-all {self.algorithm}{copies}{once}"]
         pieces = f"{self.d} pieces along {self.piece_axis}"
         parts.append("one piece" if self.d == 1 else pieces)
         if self.backward_d != self.d:
@@ -96,8 +100,9 @@ class LayoutChoice:
 
     @property
     def label(self) -> str:
-        """Short text for statistics and plots, e.g. `r=1 d=2 2dh auto`; later fields only where
-        they are not the default.
+        """Short form of the layout for files and statistics, such as `r=1 d=2 2dh auto`.
+
+        Fields after the kernel are included only if they differ from their default.
         """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""
         more = (f" {f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[5:]
@@ -108,12 +113,16 @@ class LayoutChoice:
         return self.label
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the fields as a dictionary of plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_label(cls, text: str) -> LayoutChoice:
-        """The inverse of `label`. `ValueError`: the text is none."""
+        """Return the layout that has this `label`.
+
+        Raises:
+            ValueError: if the text is not a layout label.
+        """
         try:
             r, pieces, algorithm, kernel, *more = text.split(" ")
             d, _, back = pieces.removeprefix("d=").partition("/")
@@ -122,32 +131,41 @@ class LayoutChoice:
             return cls(r=int(r.removeprefix("r=")), d=int(d), d_backward=int(back or 0),
                        algorithm=algorithm, kernel=kernel, gather_tokens=gather, **named)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{text[:80]!r} is not the label of a layout, such as "
+            raise ValueError(f"{text[:80]!r} is not a layout label. Layout labels look like "
                              "'r=1 d=2 linear auto'") from error
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """The inverse of `as_dict`."""
+        """Return the layout with these fields, as returned by `as_dict`."""
         return cls(**values)
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors of n in ascending order."""
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
 
 
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
-    """All values of r: 0 and every divisor of S; on one rank 1.
+    """Return all possible values of r: 0 and every divisor of S.
 
-    shards: S, ranks per expert; None: W/E with fewer experts than ranks, else 1.
+    On a single rank the only value is 1.
+
+    Args:
+        experts: number of experts in the layer.
+        ranks: number of expert-parallel ranks.
+        shards: S, the number of ranks that share an expert. Defaults to ranks / experts, at
+            least 1.
+
+    Raises:
+        ValueError: if neither of `experts` and `ranks` divides the other.
     """
     if ranks == 1:
         return [1]
     if shards is None and experts % ranks and ranks % experts:
         raise ValueError(
-            f"num_experts={experts} does not fit {ranks} expert-parallel ranks: must be a multiple "
-            f"or a divisor of {ranks}"
+            f"num_experts={experts} does not fit {ranks} expert-parallel ranks. Use a multiple "
+            f"or a divisor of {ranks} experts"
         )
     shards = shards or max(1, ranks // experts)
     return [0, *divisors(shards)]
@@ -157,7 +175,7 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
                   backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",)
                   ) -> Iterator[LayoutChoice]:
-    """Every sensible choice on `ranks` ranks."""
+    """Yield every sensible layout on `ranks` ranks from the given values of each field."""
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees, "send": sends
@@ -166,13 +184,14 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Every choice with these values by field.
+    """Yield every sensible layout with these values, which are given by field name.
 
-    Without an all-to-all (r = 0, gathered tokens, one rank) there is nothing to overlap: only one
-    algorithm and d = 1 remain, and nothing to spill. Tokens are gathered where parameters are
-    stored, and rows spilled, at the largest r. What is sent once is not cut by experts.
+    Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have nothing to
+    overlap, so they use the first algorithm and d = 1, and their rows never spill. Layouts that
+    gather tokens, and layouts that spill rows, use the largest r. Layouts that send each token once
+    per rank or node cannot be divided into pieces by experts.
     """
-    made = {}
+    choices = {}
     for row in itertools.product(*values.values()):
         choice = LayoutChoice(**dict(zip(values, row, strict=True)))
         if choice.gather_tokens:
@@ -186,9 +205,10 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
             choice = dataclasses.replace(choice, d_backward=0)
         cut_by_experts = choice.piece_axis == "experts" and max(choice.d, choice.backward_d) > 1
         if cut_by_experts and "rows" not in values.get("piece_axis", ("rows",)):
-            choice = dataclasses.replace(choice, send="rows")  # the cut is named
+            # the caller fixed the axis, so the way of sending must follow
+            choice = dataclasses.replace(choice, send="rows")
         if choice.d == choice.backward_d == 1 or (choice.send != "rows"
                                                   and choice.piece_axis == "experts"):
             choice = dataclasses.replace(choice, piece_axis="rows")
-        made[choice] = None
-    yield from made
+        choices[choice] = None
+    yield from choices

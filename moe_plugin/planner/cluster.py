@@ -1,4 +1,4 @@
-"""A cluster's links as numbers, and their YAML file (`configs/clusters/`)."""
+"""Devices, links and clusters as numbers, and their YAML files (see `configs/clusters/`)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from pathlib import Path
 from moe_plugin.planner.units import load_record
 from moe_plugin.utils.messages import short
 
-MAX_NUMBER = 1e30  # more than any processor has; products stay finite
+MAX_NUMBER = 1e30  # more than any processor reaches, and small enough that products stay finite
 
 
-# share of the memory that plans leave free, for fragmentation, communication buffers and libraries
+# Plans leave this share of the memory free for fragmentation, communication buffers and libraries.
 HEAD_ROOM = 0.08
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One rank's processor.
+    """The processor of one rank.
 
     Attributes:
-        flops: FLOP/s that large matmuls reach in practice.
-        half_rows: rows of a matmul at which half of it is reached (efficiency n / (n +
-            half_rows)).
-        memory_bytes_s: memory bandwidth, bytes/s.
-        launch_s: fixed seconds of one operation.
-        memory_bytes: memory of a rank. Plans leave `HEAD_ROOM` of it free.
-        fit_error: mean relative error of the fit to what was measured; None: estimated after a
-            data sheet, not measured.
+        name: name of the device.
+        flops: FLOP/s that large matrix products reach in practice.
+        half_rows: number of rows at which a matrix product reaches half of `flops`. The efficiency
+            with n rows is n / (n + half_rows).
+        memory_bytes_s: memory bandwidth in bytes per second.
+        launch_s: fixed seconds per operation.
+        memory_bytes: memory of a rank in bytes. Plans leave the share `HEAD_ROOM` free.
+        fit_error: mean relative error of the fit to measurements. None if the values come from a
+            data sheet instead of a measurement.
     """
 
     name: str = "device"
@@ -49,37 +50,47 @@ class Device:
             least = 0 if f.name in ("half_rows", "launch_s", "fit_error") else 1
             if not least <= value <= MAX_NUMBER:
                 raise ValueError(f"device {f.name}={value} must be a number from {least} to "
-                                 f"{MAX_NUMBER:g}; correct the file")
+                                 f"{MAX_NUMBER:g}; correct the device file")
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes that a plan may use: what the head-room leaves."""
+        """Bytes that a plan may use, without the head-room."""
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
-        """Roofline seconds of a matmul of `rows` rows that moves `traffic` bytes, plus a launch."""
+        """Return the roofline seconds of a matrix product, including one launch.
+
+        Args:
+            rows: number of rows, which determines the efficiency.
+            flops: number of floating-point operations.
+            traffic: bytes read and written. Defaults to 0.
+        """
         if flops <= 0:
             return 0.0
         reached = self.flops * rows / (rows + self.half_rows)
         return self.launch_s + max(flops / reached, traffic / self.memory_bytes_s)
 
     def copy_s(self, size: float) -> float:
-        """Seconds to read and write `size` bytes."""
+        """Return the seconds to read and write `size` bytes."""
         return self.launch_s + 2 * size / self.memory_bytes_s if size else 0.0
 
 
 def load_device(path: str | Path) -> Device:
-    """Read a device file (`configs/devices/`); `ValueError` if it does not hold a `Device`."""
+    """Read a device file, such as those in `configs/devices/`.
+
+    Raises:
+        ValueError: if the file cannot be read or does not describe a `Device`.
+    """
     return load_record(Device, path, "device file", "see configs/devices/")
 
 
-# more than any cluster has, so that neither searches nor sums grow without bound
+# more than any cluster has, so that searches and sums stay bounded
 MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Cost of a message: `alpha_s` seconds each plus `beta_s` seconds per byte (1 / bandwidth)."""
+    """A link that costs `alpha_s` seconds per message and `beta_s` seconds per byte."""
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -88,27 +99,29 @@ class Link:
         for name, value in dataclasses.asdict(self).items():
             if not 0 <= value <= MAX_SECONDS:
                 raise ValueError(f"link {name}={value} must be a number from 0 to {MAX_SECONDS:g}; "
-                                 "calibrate again or correct the file")
+                                 "repeat the calibration or correct the file")
 
     def seconds(self, messages: float, size: float) -> float:
-        """Seconds of `messages` messages of `size` bytes in total, one after another."""
+        """Return the seconds of consecutive messages that contain `size` bytes in total."""
         return messages * self.alpha_s + size * self.beta_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes, ranks and links.
+    """Nodes, ranks and links of a cluster.
 
     Attributes:
-        nodes, ranks_per_node: N, P.
-        nics: network cards per node, shared evenly by its ranks.
+        name: name of the cluster.
+        nodes, ranks_per_node: N and P in the formulas.
+        nics: network cards per node, shared evenly by the ranks of the node.
         intra: link between ranks of a node.
         inter: link of a network card.
         copy_s: seconds per byte of a memory copy (read or write).
-        phase_s: fixed seconds of one round of messages (propagation delay, synchronization).
-        host, wake_s: of clusters emulated on one machine, CPU cost of every message, and of
-            waking a rank; zero elsewhere. See `planner.all_to_all_cost`.
-        fit_error: as a `Device` has it.
+        phase_s: fixed seconds per round of messages (propagation delay and synchronization).
+        host: CPU cost of messages if one machine emulates the cluster, otherwise zero. See
+            `planner.all_to_all_cost`.
+        wake_s: CPU cost of waking a rank if one machine emulates the cluster, otherwise zero.
+        fit_error: mean relative error of the fit to measurements. None if nothing was measured.
     """
 
     name: str = "cluster"
@@ -127,66 +140,82 @@ class Cluster:
         for name in ("nodes", "ranks_per_node", "nics"):
             if not 1 <= getattr(self, name) <= MAX_RANKS:
                 raise ValueError(f"cluster {name}={short(getattr(self, name))} must be from 1 to "
-                                 f"{MAX_RANKS}; correct it")
+                                 f"{MAX_RANKS}; correct this value")
         if self.ranks > MAX_RANKS:
-            raise ValueError(f"cluster nodes={self.nodes} of ranks_per_node={self.ranks_per_node} "
-                             f"must be at most {MAX_RANKS} ranks together; correct it")
+            raise ValueError(f"cluster nodes={self.nodes} x ranks_per_node={self.ranks_per_node} "
+                             f"has more than {MAX_RANKS} ranks, the largest number that is "
+                             "allowed. Use fewer nodes or ranks per node")
         for name in ("copy_s", "phase_s", "wake_s", "fit_error"):
             if not 0 <= (getattr(self, name) or 0) <= MAX_SECONDS:
                 raise ValueError(f"cluster {name}={getattr(self, name)} must be a number from 0 to "
-                                 f"{MAX_SECONDS:g}; correct the file")
+                                 f"{MAX_SECONDS:g}; correct the cluster file")
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def machine_s(self, wakes: float, messages: float, size: float) -> float:
-        """CPU seconds of an emulated cluster: `wakes` wake-ups, `messages` of `size` bytes."""
+        """Return the CPU seconds of an emulated cluster.
+
+        Args:
+            wakes: number of wake-ups.
+            messages: number of messages.
+            size: bytes of all messages.
+        """
         return wakes * self.wake_s + self.host.seconds(messages, size)
 
     @property
     def sizes(self) -> dict[int, int]:
-        """How many nodes there are of so many ranks."""
+        """Number of nodes by number of ranks per node."""
         return {self.ranks_per_node: self.nodes}
 
     @property
     def between(self) -> float:
-        """How much leaves its node of what ranks send to all ranks alike."""
+        """Share of evenly distributed traffic that leaves its node."""
         return 1 - 1 / self.nodes
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
-        """The same links with another number of nodes (and ranks per node)."""
+        """Return the same links with another number of nodes (and of ranks per node)."""
         links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
         return Cluster(**links | {"nodes": nodes,
                                   "ranks_per_node": ranks_per_node or self.ranks_per_node})
 
     def with_nodes(self, sizes: Sequence[int]) -> Cluster:
-        """The same links with nodes of so many ranks."""
+        """Return the same links with nodes of these sizes.
+
+        Args:
+            sizes: number of ranks of each node.
+        """
         equal = self.resized(len(sizes), max(sizes))
         if len(set(sizes)) == 1:
             return equal
         return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """The same links with `ranks` ranks: full nodes, or one node that is not full.
+        """Return the same links with `ranks` ranks on full nodes, or on one partly used node.
 
-        Raises: ValueError: neither is possible.
+        Raises:
+            ValueError: if the ranks do not fill whole nodes.
         """
         if ranks < 1:
-            raise ValueError(f"{ranks} ranks: must be at least 1")
+            raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
         if ranks <= self.ranks_per_node:
             return self.resized(1, ranks)
         if ranks % self.ranks_per_node:
             raise ValueError(
-                f"{ranks} ranks do not fill nodes of {self.ranks_per_node} ranks (cluster "
-                f"{short(self.name)}); use a multiple")
+                f"{ranks} ranks do not fill the nodes of cluster {short(self.name)}, which have "
+                f"{self.ranks_per_node} ranks each. Use a multiple of {self.ranks_per_node} ranks")
         return self.resized(ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnequalCluster(Cluster):
-    """Nodes of unequal size, `ranks_per_node` on the largest. of_nodes: ranks of each."""
+    """A cluster whose nodes have different numbers of ranks.
+
+    Attributes:
+        of_nodes: number of ranks of each node. `ranks_per_node` is the largest of these numbers.
+    """
 
     of_nodes: tuple[int, ...]
 
@@ -204,13 +233,17 @@ class UnequalCluster(Cluster):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file; `ValueError` if it cannot be read or holds wrong values."""
-    return load_record(Cluster, path, "cluster file", "make one with `moe-plugin calibrate`")
+    """Read a cluster file.
+
+    Raises:
+        ValueError: if the file cannot be read or contains invalid values.
+    """
+    return load_record(Cluster, path, "cluster file", "create one with `moe-plugin calibrate`")
 
 
 def dump_cluster(cluster: Cluster, comment: str = "") -> str:
-    """The text of a cluster file, with a comment at its top."""
-    import yaml  # which programs that read and write no file do without
+    """Return the text of a cluster file that starts with a comment."""
+    import yaml  # imported late: programs that neither read nor write files do not need it
 
     head = "".join(f"# {line}\n" for line in comment.splitlines())
     return head + yaml.safe_dump(dataclasses.asdict(cluster), sort_keys=False)

@@ -1,4 +1,7 @@
-"""A small event simulator: each resource runs one task at a time, in issue order or as they can."""
+"""An event simulator in which each resource runs one task at a time.
+
+Tasks start either in issue order (`simulate`) or as soon as they can (`simulate_ready`).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, all_
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
+    """A task for the simulator.
 
     Attributes:
-        resource: what it occupies for `seconds`.
-        after: names of the tasks it waits for.
-        phase: under which its time is reported.
-        also: more resources that it occupies for as long.
+        name: unique name of the task.
+        resource: resource that the task occupies for `seconds`.
+        seconds: duration of the task.
+        after: names of the tasks that must end before this task starts.
+        phase: name under which the task's time is reported. Defaults to the name of the task.
+        also: further resources that the task occupies for the same time.
     """
 
     name: str
@@ -32,13 +37,13 @@ class Task:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """All that the task occupies."""
+        """All resources that the task occupies."""
         return (self.resource, *self.also)
 
 
 @dataclass(frozen=True)
 class Span:
-    """When a task ran."""
+    """The time interval in which a task ran, in seconds."""
 
     task: Task
     start: float
@@ -47,21 +52,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result: spans in issue order."""
+    """Result of a simulation. `simulate` lists the spans in issue order."""
 
     spans: tuple[Span, ...]
 
     @property
     def seconds(self) -> float:
-        """End of the last task."""
+        """Time at which the last task ends, in seconds."""
         return max((s.end for s in self.spans), default=0.0)
 
     def busy(self, resource: str) -> float:
-        """Seconds in which a resource is busy."""
+        """Return the seconds in which a resource is busy."""
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """Busy seconds by phase, overlap not subtracted."""
+        """Return the busy seconds by phase, without subtracting overlap."""
         total: dict[str, float] = {}
         for span in self.spans:
             phase = span.task.phase or span.task.name
@@ -69,7 +74,11 @@ class Timeline:
         return total
 
     def trace(self, rows: Sequence[str]) -> dict[str, Any]:
-        """In the trace format of Chrome and Perfetto, a row for each of these resources."""
+        """Return the timeline in the trace format of Chrome and Perfetto.
+
+        Args:
+            rows: names of the resources, one row of the trace for each.
+        """
         events: list[dict[str, Any]] = [{
             "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
             "tid": rows.index(span.task.resource), "ts": 1e6 * span.start,
@@ -81,15 +90,18 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Seconds saved by overlap: the sum of all tasks minus the makespan."""
+        """Seconds saved by overlap: the total of all tasks minus the time of the last end."""
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks in issue order; each starts when its resources are free and its inputs have ended.
+    """Run tasks in issue order.
 
-    Raises: ValueError: a task waits for one that is not issued before it (in reality a deadlock),
-        or a name occurs twice.
+    A task starts as soon as its resources are free and the tasks in `after` have ended.
+
+    Raises:
+        ValueError: if a task waits for a task that is not issued before it, which would be a
+            deadlock on real hardware, or if a name occurs twice.
     """
     free: dict[str, float] = {}
     ended: dict[str, float] = {}
@@ -98,8 +110,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         unknown = [name for name in task.after if name not in ended]
         if unknown or task.name in ended:
             raise ValueError(
-                f"task {task.name!r} waits for {unknown} or occurs twice; issue each task once, "
-                "after what it waits for")
+                f"task {task.name!r} occurs twice or waits for tasks that were not issued before: "
+                f"{unknown}. Issue each task once, after all tasks that it waits for")
         start = max([*(free.get(name, 0.0) for name in task.resources),
                      *(ended[name] for name in task.after)])
         ended[task.name] = start + task.seconds
@@ -109,16 +121,19 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 
 
 def simulate_ready(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks as soon as they can: a resource that is free takes, of those whose inputs have
-    ended, the one that comes first in `tasks`. Spans are in the order in which tasks end.
+    """Run tasks as soon as they can start.
 
-    Raises: ValueError: a task with several resources or a name that occurs twice; tasks that wait
-        for each other, or for one that is missing.
+    A free resource runs the ready task that comes first in `tasks`. Spans are listed in the order
+    in which the tasks end.
+
+    Raises:
+        ValueError: if a name occurs twice, a task has several resources, tasks wait for each other,
+            or a task waits for a missing task.
     """
     number = {task.name: index for index, task in enumerate(tasks)}
     if len(number) < len(tasks) or any(task.also for task in tasks):
-        raise ValueError("each task needs a name of its own and one resource; issue such tasks in "
-                         "an order, with `simulate`")
+            raise ValueError("each task needs a unique name and exactly one resource. Use "
+                         "`simulate` for tasks with several resources")
     missing = [len(task.after) for task in tasks]
     following: dict[int, list[int]] = defaultdict(list)
     for index, task in enumerate(tasks):
@@ -155,36 +170,37 @@ def simulate_ready(tasks: Sequence[Task]) -> Timeline:
             begin(resource, now)
     if len(spans) < len(tasks):
         stuck = next(task for task, count in zip(tasks, missing, strict=True) if count)
-        raise ValueError(f"task {stuck.name!r} waits for what never ends; issue all that it waits "
-                         "for")
+        raise ValueError(f"task {stuck.name!r} waits for a task that never ends. Issue all tasks "
+                         "that it waits for, without cycles")
     return Timeline(tuple(spans))
 
 
-# Parm: the schedule for tensor x expert x expert-tensor parallelism (Pan et al. 2024).
+# Parm: schedules for tensor x expert x expert-tensor parallelism (Pan et al. 2024).
 #
-# B L tokens per rank, M model dimension, T = k f B L / E slots per expert, N_MP ranks with the same
-# tokens, N_ESP shards of an expert.
+# A rank has B L tokens of dimension M. Each expert has T = k f B L / E slots. N_MP ranks have the
+# same tokens, and N_ESP ranks share an expert.
 #
 # | schedule | forward |
 # |---|---|
 # | baseline (DeepSpeed-MoE) | AG(BLM N_ESP) + AR(ETM N_ESP) + 2 A2A(ETM N_ESP) |
-# | s1: tokens split before the gate | 2 A2A(ETM N_ESP / N_MP) + AG(BLM) |
-# | s2: slots split after the gate | A2A(v) + max(A2A(v), AG(ETM)), v = ETM N_ESP / N_MP |
+# | s1: tokens are split before the gate | 2 A2A(ETM N_ESP / N_MP) + AG(BLM) |
+# | s2: slots are split after the gate | A2A(v) + max(A2A(v), AG(ETM)), v = ETM N_ESP / N_MP |
 #
-# Without overlap, s2 takes the sum instead of the maximum.
+# Without overlap, s2 needs the sum instead of the maximum.
 SCHEDULES = ("baseline", "s1", "s2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParmShape:
-    """A layer in Parm's terms.
+    """A layer in the terms of the Parm paper.
 
     Attributes:
-        tokens: BL of a rank.
-        model_dim: M.
-        rows_factor: k f.
-        replicas: N_MP.
-        shards: N_ESP.
+        tokens: BL, the number of tokens of a rank.
+        model_dim: M, the model dimension.
+        rows_factor: k f, the number of rows per token.
+        element_bytes: bytes per element. Defaults to 4.
+        replicas: N_MP, the number of ranks with the same tokens.
+        shards: N_ESP, the number of ranks that share an expert.
     """
 
     tokens: int
@@ -196,20 +212,25 @@ class ParmShape:
 
     @property
     def bytes_in(self) -> float:
-        """BLM in bytes."""
+        """BLM in bytes: the input tokens of a rank."""
         return self.tokens * self.model_dim * self.element_bytes
 
     @property
     def bytes_rows(self) -> float:
-        """ETM in bytes."""
+        """ETM in bytes: the rows of all experts."""
         return self.rows_factor * self.bytes_in
 
 
 def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
                    pieces: int = 1) -> list[Task]:
-    """Exchanges of one forward pass.
+    """Return the tasks of the exchanges of one forward pass.
 
-    overlap: S2's gather runs at the same time as the all-to-all, in `pieces` steps.
+    Args:
+        shape: the layer.
+        cluster: the cluster on which the layer runs.
+        schedule: one of `SCHEDULES`.
+        overlap: whether the gather of s2 runs at the same time as the all-to-all.
+        pieces: number of pieces of the overlapped exchanges. Defaults to 1.
     """
     world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
     if schedule == "baseline":
@@ -239,9 +260,13 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
 
 
 def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Seconds of the closed form."""
+    """Return the seconds of a forward pass's exchanges, in closed form.
+
+    Raises:
+        ValueError: if the schedule is unknown.
+    """
     if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {schedule!r}. Choose from {', '.join(SCHEDULES)}")
     times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
     if schedule == "s2" and overlap:
         return times["out"] + max(times["back0"], times["gather0"])
@@ -249,10 +274,11 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
-    """Seconds of the exchanges of one forward pass as layers run them, of `s1` or `s2`.
+    """Return the seconds of a forward pass's exchanges as layers run `s1` or `s2`.
 
-    In `pieces`, each with messages of its own. S2's gather of a piece runs beside the all-to-all of
-    the next one where it has links of its own: inside nodes of a cluster of several.
+    The exchanges run in `pieces`, each with separate messages. The gather of a piece in s2 overlaps
+    with the all-to-all of the next piece only if it uses different links, that is, if it stays
+    inside the nodes of a cluster with several nodes.
     """
     world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
     volume = shape.bytes_rows * shape.shards / shape.replicas
@@ -266,5 +292,5 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """The faster of `s1` and `s2` as layers run them (`run_s`); if equal s1."""
+    """Return the faster of `s1` and `s2` according to `run_s`, or `s1` if both are equally fast."""
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

@@ -1,4 +1,4 @@
-"""Fit a cluster's constants to measured exchanges."""
+"""Fits the constants of a cluster to measured exchanges."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ ITERATIONS = 60
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured exchange of `size` bytes per rank on N x P ranks in `seconds`.
+    """One measured exchange.
 
-    machine_s: on an emulated cluster, its CPU time divided by the number of cores.
+    Attributes:
+        nodes, ranks_per_node: the ranks that took part.
+        algorithm: all-to-all algorithm.
+        size: bytes per rank.
+        seconds: measured time.
+        machine_s: CPU time divided by the number of cores, on an emulated cluster. None otherwise.
     """
 
     nodes: int
@@ -34,7 +39,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted cluster, with mean and largest relative error of its predictions."""
+    """A fitted cluster with the mean and the largest relative error of its predictions."""
 
     cluster: Cluster
     mean_error: float
@@ -42,21 +47,24 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = False) -> Fit:
-    """Least relative squares with non-negative constants.
+    """Fit non-negative constants to measurements by least relative squares.
 
     Args:
-        measurements: of at least two sizes and several algorithms, which distinguish the links; for
-            an emulated cluster also several numbers of nodes, because all nodes share one machine.
-        shape: nodes, ranks per node and network cards of the result; its constants are ignored.
-        emulated: also fit `host` and `wake_s`, to the measured CPU time.
+        measurements: exchanges of at least two sizes and several algorithms, which are needed to
+            distinguish the links. An emulated cluster also needs several numbers of nodes, because
+            all nodes share one machine.
+        shape: cluster that defines nodes, ranks per node and network cards of the result. The
+            constants of this cluster are ignored.
+        emulated: whether to fit `host` and `wake_s` to the measured CPU time as well.
+
     Raises:
-        ValueError: fewer measurements than constants, or `emulated` with a measurement that lacks
-            its CPU time.
+        ValueError: if there are fewer measurements than constants, or if `emulated` is set and a
+            measurement has no CPU time.
     """
     if len(measurements) < len(LINKS) + len(MACHINE):
         raise ValueError(
-            f"{len(measurements)} measurements cannot fit {len(LINKS) + len(MACHINE)} constants; "
-            "measure more sizes or algorithms"
+            f"{len(measurements)} measurements are too few to fit {len(LINKS) + len(MACHINE)} "
+            "constants. Measure more sizes or algorithms"
         )
     machine = _machine(measurements, shape) if emulated else {}
     zero = dict.fromkeys((*LINKS, *MACHINE), 0.0)
@@ -67,10 +75,14 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
 
 
 def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, float]:
-    """`host` and `wake_s`. Copies also cost CPU time, but never overlap the wire: see `copy_s`."""
+    """Fit `host` and `wake_s`.
+
+    A column for copies is part of the fit because copies also cost CPU time. The fitted value of
+    this column is dropped, because copies never overlap the network and `copy_s` covers them.
+    """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
-            "an emulated cluster is also fitted to its CPU time: give machine_s with every "
+            "the fit of an emulated cluster also needs CPU times; set machine_s in every "
             "measurement")
     rows = np.array([
         np.sum([(*p.machine, p.copied * m.nodes * m.ranks_per_node)
@@ -82,18 +94,18 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 
 
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
-    """The links' constants.
+    """Fit the constants of the links.
 
-    A phase's (wire^q + machine^q)^(1/q) equals wire * u + machine * v, where u and v depend little
-    on the constants: iterate linear least squares with u and v of the previous constants. Without a
-    machine u = 1, and one iteration is exact.
+    The time of a phase, (wire^q + machine^q)^(1/q), equals wire * u + machine * v, where u and v
+    depend little on the constants. Therefore linear least squares is iterated with u and v from
+    the previous constants. Without CPU costs u = 1, and one iteration is exact.
     """
     values = np.zeros(len(LINKS))
     for step in range(ITERATIONS):
         rows, rest = zip(*(_linear(m, cluster, first=step == 0) for m in measurements), strict=True)
-        found = _relative(np.array(rows), np.array(rest),
-                          np.array([m.seconds for m in measurements]))
-        values = found if step == 0 else (values + found) / 2
+        solution = _relative(np.array(rows), np.array(rest),
+                             np.array([m.seconds for m in measurements]))
+        values = solution if step == 0 else (values + solution) / 2
         cluster = _with_values(cluster, dict(zip(LINKS, values, strict=True)))
         if not cluster.machine_s(1, 1, 1):
             break
@@ -101,7 +113,7 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """(factors of `LINKS` at the cluster's constants, rest of the measured time)."""
+    """Return the factors of `LINKS` at the cluster's constants, and the remaining measured time."""
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)
@@ -123,19 +135,24 @@ def _phases(m: Measurement, shape: Cluster) -> tuple[Phase, ...]:
 
 
 def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> Iterable[float]:
-    """|predicted - measured| / measured of each."""
+    """Yield |predicted - measured| / measured for each measurement."""
     for m in measurements:
         predicted = predict(cluster.resized(m.nodes, m.ranks_per_node), m.algorithm, m.size).seconds
         yield abs(predicted - m.seconds) / m.seconds
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """argmin |a x - b| over x >= 0, by the active-set method of Lawson and Hanson (1974).
+    """Return argmin |a x - b| over x >= 0, by the active-set method of Lawson and Hanson (1974).
 
-    a: [rows, columns] and b: [rows], float64. Returns x: [columns].
+    Args:
+        a: float64, shape [rows, columns].
+        b: float64, shape [rows].
+
+    Returns:
+        x: float64, shape [columns].
     """
     scale = np.linalg.norm(a, axis=0)
-    a = a / np.where(scale > 0, scale, 1)  # columns differ by ten orders of magnitude
+    a = a / np.where(scale > 0, scale, 1)  # the columns differ by ten orders of magnitude
     x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
     for _ in range(10 * a.shape[1]):
         gain = np.where(free, -np.inf, a.T @ (b - a @ x))
@@ -147,8 +164,9 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """The best point over the free columns; columns that would become negative are fixed at 0."""
-    for _ in range(len(x)):  # every round fixes at least one column, but for rounding
+    """Return the best point over the free columns, fixing columns at 0 if they turn negative."""
+    # each round fixes at least one column; the bound guards against rounding errors
+    for _ in range(len(x)):
         target = np.zeros_like(x)
         target[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
         bad = free & (target <= 0)
@@ -164,7 +182,7 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """The cluster with some of its constants, by name ("inter.alpha_s"), replaced."""
+    """Return the cluster with some constants replaced, by name (such as "inter.alpha_s")."""
     links = {
         name: {
             key.split(".")[1]: float(value) for key, value in values.items()

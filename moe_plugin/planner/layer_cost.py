@@ -1,7 +1,7 @@
-"""Cost of one layer in a layout: roofline, alpha-beta exchanges, events for their overlap.
+"""Cost of one MoE layer in a layout: roofline, alpha-beta exchanges, and events for their overlap.
 
-Costs of a layout per direction (Tutel): r = 0 moves O(P) bytes of parameters and no rows, r >= 1
-moves O(r rows + P/(E r)).
+For each direction, r = 0 moves O(P) bytes of parameters and no rows. A layout with r >= 1 moves
+O(r rows + P/(E r)) bytes (Tutel).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moe_plugin.planner.once import (
 from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
 
 COMPUTE, NETWORK = "compute", "network"
-# of a collective of all ranks by kind (all_gather, reduce_scatter) and bytes of the whole; None: as
-# native ones
+# Returns the seconds of a collective over all ranks, given its kind (all_gather or reduce_scatter)
+# and its total bytes. None means that the native collective is used.
 Seconds = Callable[[str, int], float | None]
 PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "combine",
           "gradients")
@@ -37,20 +37,20 @@ PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "c
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One MoE layer's work on one rank.
+    """Work of one MoE layer on one rank.
 
     Attributes:
-        tokens: T of one rank.
-        capacity_factor: rows are padded to it; None: exactly the routed rows.
-        gated: three matrices per expert, else two.
-        latent_dim: width to which tokens are projected before they travel, and in which experts
-            compute; 0: none.
-        element_bytes: of activations and parameters.
-        skew: rows of the fullest rank over the mean, >= 1.
-        shards: ranks that share an expert; None: ranks / experts, at least 1.
-        guests: experts that a rank may borrow at a time.
-        limits: of a token's experts, by its router.
-        visits: where its tokens go, measured; None: not known.
+        tokens: T, the number of tokens of one rank.
+        capacity_factor: rows are padded to this factor. None means exactly the routed rows.
+        gated: whether an expert has three matrices instead of two.
+        latent_dim: width to which tokens are projected before they are sent, and in which experts
+            compute. 0 means no projection.
+        element_bytes: bytes per element of activations and parameters.
+        skew: number of rows of the fullest rank divided by the mean, at least 1.
+        shards: number of ranks that share an expert. None means ranks / experts, at least 1.
+        guests: number of experts that a rank may borrow at a time.
+        limits: router limits on the experts of a token.
+        visits: measured destinations of tokens. None means that they are unknown.
     """
 
     tokens: int
@@ -70,21 +70,21 @@ class LayerShape:
 
     @property
     def rows(self) -> float:
-        """Rows a rank sends (r = 1)."""
+        """Number of rows that a rank sends with r = 1."""
         return self.tokens * self.top_k * (self.capacity_factor or 1.0)
 
     def cut(self, ranks: int) -> int:
-        """Ranks that share an expert."""
+        """Return the number of ranks that share an expert."""
         return self.shards or max(1, ranks // self.experts)
 
     @property
     def matrices(self) -> int:
-        """Matrices per expert."""
+        """Number of matrices per expert."""
         return 3 if self.gated else 2
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one expert's matrices."""
+        """Number of bytes of one expert's matrices."""
         return self.matrices * self.row_dim * self.hidden_dim * self.element_bytes
 
     @property
@@ -94,16 +94,15 @@ class LayerShape:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of one row."""
+        """Number of bytes of one row."""
         return self.row_dim * self.element_bytes
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Forward and backward of one layer.
+    """Predicted forward and backward of one layer.
 
-    memory_bytes: peak memory of the layout beyond the stored parameters: gathered parameters and
-    rows.
+    memory_bytes: peak bytes of gathered parameters and rows, in addition to stored parameters.
     """
 
     choice: LayoutChoice
@@ -113,35 +112,35 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Seconds of forward and backward together."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def hidden(self) -> float:
-        """Seconds saved by overlap."""
+        """Seconds saved by overlap in forward and backward."""
         return self.forward.hidden + self.backward.hidden
 
     def phases(self) -> dict[str, float]:
-        """Busy seconds by phase, in the order of `PHASES`."""
+        """Return the busy seconds by phase, in the order of `PHASES`."""
         both = [self.forward.phases(), self.backward.phases()]
         return {phase: sum(p.get(phase, 0.0) for p in both) for phase in PHASES}
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a shape in a layout.
+    """Sizes of a layer in a layout.
 
     Attributes:
-        gather: the group that gathers parameters.
-        piece: bytes that each of its ranks contributes.
+        gather: the group of ranks that gathers parameters.
+        piece: bytes that each rank of `gather` contributes.
         out: bytes that a rank sends.
         rows_here, experts_here, inner: rows, experts and inner width that a rank computes.
-        tokens: bytes of a rank's tokens where all ranks gather them; 0: they do not.
-        travel: bytes that the busiest rank sends or receives over `out`.
+        tokens: bytes of a rank's tokens if all ranks gather them, otherwise 0.
+        travel: ratio of the bytes that the busiest rank sends or receives to `out`.
         lend: bytes of lent weights that the busiest rank sends or receives.
-        guests: experts that it borrows at most.
-        once: rows of a token where it is not sent for each expert; None: it is.
-        gather_s, reduce_s: seconds to gather parameters and to sum their gradients.
+        guests: largest number of experts that a rank borrows.
+        once: rows per token if tokens are not sent once per selected expert, otherwise None.
+        gather_s, reduce_s: seconds to gather parameters and to reduce their gradients.
     """
 
     shards: int
@@ -161,14 +160,14 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """What a row and a lent expert (or shard) cost, forward and backward together."""
+    """Return the forward and backward cost of moving a row and of lending an expert or shard."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
         sharing = cluster.ranks_per_node / min(cluster.nics, cluster.ranks_per_node)
     byte_s, shards = link.beta_s * sharing, shape.cut(cluster.ranks)
     flops = 2 * shape.matrices * shape.row_dim * shape.hidden_dim / shards
-    # an exchange to borrowers and one among them, and both reversed
+    # one exchange with the borrowers, one among the borrowers, and both again in reverse
     fixed = 4 * ((cluster.ranks - 1) * link.alpha_s + cluster.phase_s)
     return SpillCosts(row_s=3 * flops / device.flops, travel_s=4 * shape.row_bytes * byte_s,
                       lend_s=2 * shape.expert_bytes / shards * byte_s, fixed_s=fixed)
@@ -176,14 +175,15 @@ def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCos
 
 def _spread(shape: LayerShape, cluster: Cluster, device: Device,
             choice: LayoutChoice) -> Spread | None:
-    """The busiest rank where rows spill, under a load in which one expert has what makes the skew
-    and the others share the rest evenly; None: nothing spills.
+    """Return the load of the busiest rank after rows spilled, or None if no row spills.
+
+    One expert is assumed to cause the whole skew. The other experts share the remaining rows.
     """
     ranks, shards = cluster.ranks, shape.cut(cluster.ranks)
     if shape.skew <= 1 or choice.spill == "never" or ranks == 1:
         return None
     local = max(1, shape.experts * shards // ranks)
-    # of one shard, from one rank
+    # rows of one shard that come from one rank
     mean = shape.rows * shards / (local * ranks)
     hot = min(shape.rows, (shape.skew * local - local + 1) * mean)
     rest = (shape.rows - hot) / max(1, shape.experts - 1)
@@ -192,10 +192,10 @@ def _spread(shape: LayerShape, cluster: Cluster, device: Device,
     return _spread_of(row, ranks, spill_costs(shape, cluster, device), choice.spill, shape.guests)
 
 
-@lru_cache(maxsize=8)  # many choices differ in other things
+@lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def _spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
                guests: int) -> Spread | None:
-    """Of equal ranks with these rows by expert."""
+    """Return the busiest rank's load if all ranks have these rows by expert."""
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()
 
@@ -229,7 +229,7 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """The experts' work in one direction. passes: 1 forward, 2 backward (input and weights)."""
+    """Work of the experts in one direction. passes: 1 in forward, 2 in backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -237,7 +237,7 @@ class _Work:
     passes: int
 
     def seconds(self, share: float, by_experts: bool = False) -> float:
-        """Of a share of the rows: of each expert's, or all rows of this share of the experts."""
+        """Return the seconds for a share of each expert's rows, or for a share of the experts."""
         shape, sizes, rows = self.shape, self.sizes, self.sizes.rows_here * share
         experts = max(1.0, sizes.experts_here * share) if by_experts else sizes.experts_here
         flops = 2 * shape.matrices * rows * shape.row_dim * sizes.inner
@@ -251,23 +251,23 @@ class _Work:
 def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int,
                      links: tuple[str, str], after: str,
                      parameters: tuple[str, ...] = ()) -> list[Task]:
-    """All pieces are sent first (`links[0]`); each returns (`links[1]`) once it is computed.
+    """Return the tasks of the exchanges and the experts. All pieces are sent before any returns.
 
-    d: groups of pieces that travel together in this direction.
+    Pieces are sent over `links[0]` and returned over `links[1]`, in `d` groups.
     """
     sizes = work.sizes
     if not sizes.out:
         return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
     exchange = _exchange_s(cluster, work.shape, sizes, choice, d)
-    # the experts compute in the larger number of pieces of the two directions
+    # experts compute in the larger number of pieces of both directions
     pieces = max(choice.d, choice.backward_d)
     stay = 1 / cluster.ranks if choice.piece_axis == "peers" and pieces > 1 else 0.0
-    each = work.seconds((1 - stay) / pieces, choice.piece_axis == "experts") * pieces / d
+    piece_s = work.seconds((1 - stay) / pieces, choice.piece_axis == "experts") * pieces / d
     (there, back), ready = links, (*parameters, after)
     return [
         *(Task(f"{there}{i}", NETWORK, exchange, (after,), f"a2a_{there}") for i in range(d)),
         *_staying(work, stay, "first", ready),
-        *(Task(f"experts{i}", COMPUTE, each, (*parameters, f"{there}{i}"), "experts")
+        *(Task(f"experts{i}", COMPUTE, piece_s, (*parameters, f"{there}{i}"), "experts")
           for i in range(d)),
         *_staying(work, stay, "last", ready),
         *(Task(f"{back}{i}", NETWORK, exchange, (f"experts{i}",), f"a2a_{back}") for i in range(d))
@@ -276,7 +276,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
 
 def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: LayoutChoice,
                 d: int) -> float:
-    """Seconds of one of `d` groups of pieces, one way."""
+    """Return the seconds to send one of `d` groups of pieces in one direction."""
     group = GroupShape(cluster.ranks)
     if sizes.tokens:
         return all_gather_s(cluster, group, sizes.tokens)
@@ -287,16 +287,14 @@ def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: Layo
 
 
 def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
-    """Half of the rows that stay on their rank; none where they are in the pieces."""
+    """Return a task for half of the rows that stay on their rank, if pieces exclude these rows."""
     seconds = work.seconds(share / 2)
     return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
 def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device,
               r: int) -> float:
-    """Seconds to permute a rank's rows; where they travel by all-to-all also those of the buffers
-    that are sent and received: written and read, both.
-    """
+    """Return the seconds to permute a rank's rows, including copies to and from send buffers."""
     rows = shape.rows * r if sizes.out else sizes.rows_here
     if sizes.once is not None:
         rows = sizes.out / shape.row_bytes
@@ -305,7 +303,7 @@ def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device
 
 
 def _token_matmul_s(shape: LayerShape, device: Device, width: int, bytes_each: int) -> float:
-    """Seconds to multiply a rank's tokens by one matrix [model_dim, width]; 0 for no width."""
+    """Return the seconds to multiply a rank's tokens by one [model_dim, width] matrix."""
     flops = 2.0 * shape.tokens * shape.model_dim * width
     moved = shape.tokens * (shape.model_dim * shape.element_bytes + bytes_each * width)
     return device.matmul_s(shape.tokens, flops, moved) if width else 0.0
@@ -317,7 +315,7 @@ def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
 
 def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                    sizes: _Sizes) -> list[Task]:
-    """Tasks of the forward pass in issue order."""
+    """Return the tasks of the forward pass in issue order."""
     d = choice.d if sizes.out else 1
     gate = _token_matmul_s(shape, device, shape.experts, 8)
     project = _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -338,7 +336,7 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
 
 def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                     sizes: _Sizes) -> list[Task]:
-    """Tasks of the backward pass: the mirror, with its own pieces and a reduce-scatter."""
+    """Return the tasks of the backward pass in issue order, with its own number of pieces."""
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -358,12 +356,12 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
 
 
 def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
-    """Seconds in which weights go to borrowers, or their gradients back."""
+    """Return the seconds to lend weights, or to return the gradients of lent weights."""
     return all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
 
 
 def _memory(shape: LayerShape, sizes: _Sizes) -> float:
-    """Bytes beyond stored parameters: gathered and borrowed ones, gradients, rows, activations."""
+    """Return the bytes of gathered and borrowed parameters, gradients, rows and activations."""
     gathered = 2 * (sizes.piece * sizes.gather.size
                     + sizes.guests * shape.expert_bytes / sizes.shards)
     width = 2 * shape.row_dim + sizes.inner * (shape.matrices - 1)
@@ -372,7 +370,7 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
 
 
 def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Sizes:
-    """With the seconds of its collectives: those of all ranks by `collectives`."""
+    """Return the sizes with the seconds of the parameter collectives filled in."""
     native = {"all_gather": all_gather_s(cluster, sizes.gather, sizes.piece),
               "reduce_scatter": reduce_scatter_s(cluster, sizes.gather, sizes.piece)}
     if collectives is not None and sizes.piece and sizes.gather.size == cluster.ranks:
@@ -385,14 +383,14 @@ def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Si
 
 def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                collectives: Seconds | None = None) -> LayerCost:
-    """Predicted cost of a layer on all ranks of `cluster`.
+    """Return the predicted cost of a layer on all ranks of `cluster`.
 
-    collectives: seconds of an all-gather and a reduce-scatter of all ranks; None: native ones.
+    collectives: seconds of the parameter collectives. Defaults to native collectives.
     """
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
-            f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks; use a "
-            f"divisor of {shape.cut(cluster.ranks)}, or 0")
+            f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks. Use 0 or "
+            f"a divisor of {shape.cut(cluster.ranks)}")
     sizes = _of_all(_sizes(shape, cluster, device, choice), cluster, collectives)
     forward = simulate(_forward_tasks(shape, cluster, device, choice, sizes))
     backward = simulate(_backward_tasks(shape, cluster, device, choice, sizes))
@@ -402,7 +400,7 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
                  choices: Iterable[LayoutChoice] | None = None,
                  collectives: Seconds | None = None) -> list[LayerCost]:
-    """All choices by predicted seconds, fastest first. collectives: see `layer_cost`."""
+    """Return the costs of all choices, fastest first. See `layer_cost` for `collectives`."""
     if choices is None:
         choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
     costs = [layer_cost(shape, cluster, device, choice, collectives) for choice in choices]

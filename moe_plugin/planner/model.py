@@ -1,4 +1,4 @@
-"""A model and a plan as records, and the groups of ranks of a plan."""
+"""Records for models, plans and measurements, and the rank groups that a plan creates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from moe_plugin.planner.units import load_record
 from moe_plugin.utils.messages import short
 
 
-# What was measured on one's own ranks, as files that later plans reuse.
+# Measurements of real ranks are written to files, which later plans reuse.
 @dataclass(frozen=True, kw_only=True)
 class MeasuredNetwork:
-    """The network of real ranks.
+    """Network constants measured between real ranks.
 
     Attributes:
-        about: what ranks must have in common with these to reuse it.
-        cluster: fitted to measured all-to-alls, of as many ranks as ran.
+        about: properties that other ranks must share to reuse this measurement.
+        cluster: the cluster fitted to measured all-to-alls, with as many ranks as took part in the
+            measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -32,11 +33,11 @@ class MeasuredNetwork:
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """The processors of real ranks, all of which compute at the same time.
+    """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: see `MeasuredNetwork`.
-        device: fitted to measured matrix products.
+        about: properties that other ranks must share to reuse this measurement.
+        device: the device fitted to measured matrix products.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -47,44 +48,50 @@ Record = TypeVar("Record", MeasuredNetwork, Processor)
 
 
 def dump(record: MeasuredNetwork | Processor) -> str:
-    """The text of a file."""
+    """Return the record as the text of a measurement file."""
     return json.dumps(asdict(record), indent=1) + "\n"
 
 
 def load(kind: type[Record], path: str | Path) -> Record:
-    """Read such a file; `ValueError` where it does not hold one."""
+    """Read a measurement file of the given type.
+
+    Raises:
+        ValueError: if the file cannot be read or contains no record of this type.
+    """
     return load_record(kind, path, "file of measurements", "measure again with --fresh")
 
 
-GRADIENT_BYTES = 4  # gradients are added up in fp32
-STATE = "optimizer state"  # the part that a sharded optimizer divides
-MAX_SIZE = 10**12  # more than any model has; products stay within floats
+GRADIENT_BYTES = 4  # gradients are accumulated in fp32
+STATE = "optimizer state"  # the only part of memory that a sharded optimizer divides
+MAX_SIZE = 10**12  # larger than in any real model, and small enough that products fit into floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder with experts in every `moe_every`-th layer.
+    """Shape of a decoder that has experts in every `moe_every`-th layer.
 
     Attributes:
-        moe_first: each so many layers the first one has experts, as Megatron's
-            `--moe-layer-freq` has it, rather than the last one, as fairseq's `--moe-freq`;
-            `in_host` sets it.
-        sharded_optimizer: each data-parallel rank stores an equal part of the optimizer state of
-            the parameters that it replicates (Megatron's `--use-distributed-optimizer`);
-            `in_host` sets it.
+        moe_first: whether the first layer of every `moe_every` layers has experts (Megatron's
+            `--moe-layer-freq`) instead of the last layer (fairseq's `--moe-freq`). The method
+            `in_host` sets this field.
+        sharded_optimizer: whether each data-parallel rank stores an equal share of the optimizer
+            state of its replicated parameters (Megatron's `--use-distributed-optimizer`). The
+            method `in_host` sets this field.
         ffn_dim: inner width of dense layers.
-        hidden_dim: of an expert.
-        latent_dim: width in which rows travel and experts compute; 0: `model_dim`.
-        sequence: tokens per sequence.
-        global_batch: sequences per step.
-        groups, group_top_k: a token's experts are in `group_top_k` of `groups` groups of
-            consecutive experts (DeepSeek's node-limited routing, where groups are nodes), which
-            bounds the ranks and nodes that its row goes to; 1: not limited.
-        capacity_factor: None: dropless.
-        skew: rows of the busiest rank over the mean, >= 1.
-        element_bytes: of weights and activations.
-        state_bytes: gradient and optimizer state per parameter, without its weight (fp32
-            gradient 4, master 4, Adam moments 8; none of the optimizer where it is 4 or less).
+        hidden_dim: inner width of an expert. 0 means `ffn_dim`.
+        latent_dim: width in which rows are sent and experts compute. 0 means `model_dim`.
+        sequence: number of tokens per sequence.
+        global_batch: number of sequences per step.
+        groups, group_top_k: limit each token to experts in `group_top_k` of `groups` groups of
+            consecutive experts. In DeepSeek's node-limited routing a group is a node, so the limit
+            bounds the number of ranks and nodes that receive a token. With `groups=1` routing is
+            not limited.
+        capacity_factor: capacity factor of the experts. None means that no token is dropped.
+        skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
+        element_bytes: bytes per element of weights and activations.
+        state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself
+            (fp32 gradient 4, master weight 4, Adam moments 8). Values up to 4 mean that there is
+            only a gradient and no optimizer state.
     """
 
     layers: int
@@ -118,75 +125,79 @@ class ModelShape:
                 continue
             if not least <= value <= MAX_SIZE:
                 raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
-                                 f"{MAX_SIZE}; correct the file")
+                                 f"{MAX_SIZE}; correct the model file")
         if self.experts % self.groups:
-            raise ValueError(f"model groups={self.groups} does not fit experts={self.experts}: "
-                             "must be a divisor; correct the file")
+            raise ValueError(f"model groups={self.groups} does not divide experts={self.experts}. "
+                             "Set groups to a divisor of experts in the model file")
         if self.skew > self.experts:
-            raise ValueError(f"model skew={self.skew} does not fit experts={self.experts}: must be "
-                             "at most as large; correct the file")
-        least = -(-self.top_k * self.groups // self.experts)  # groups that have top_k experts
+            raise ValueError(f"model skew={self.skew} is larger than experts={self.experts}. "
+                             "Set skew to at most the number of experts in the model file")
+        least = -(-self.top_k * self.groups // self.experts)  # fewest groups with top_k experts
         if self.groups > 1 and not least <= self.group_top_k <= self.groups:
             raise ValueError(f"model group_top_k={self.group_top_k} does not fit top_k="
-                             f"{self.top_k} and groups={self.groups}: must be from {least} to "
-                             f"{self.groups}; correct the file")
+                             f"{self.top_k} and groups={self.groups}; it must be from {least} to "
+                             f"{self.groups}. Correct the model file")
 
     def in_host(self, host: str) -> ModelShape:
-        """The same with experts in the layers where this host has them, and its optimizer."""
+        """Return this shape with the expert layers and the optimizer sharding of a host framework.
+        """
         megatron = host == "megatron"
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
 
     def moe_before(self, layer: int) -> int:
-        """Layers with experts among the first `layer` ones."""
+        """Return how many of the first `layer` layers have experts."""
         return -(-layer // self.moe_every) if self.moe_first else layer // self.moe_every
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, from 0, has experts."""
+        """Return whether a layer, counted from 0, has experts."""
         return self.moe_before(layer + 1) > self.moe_before(layer)
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.moe_before(self.layers)
 
     def stages(self, pp: int) -> list[range]:
-        """The layers of each of `pp` pipeline stages, as many each; the last may have fewer."""
-        each = -(-self.layers // pp)
-        return [range(min(first, self.layers), min(first + each, self.layers))
-                for first in range(0, pp * each, each)]
+        """Return the layers of each of `pp` pipeline stages.
+
+        All stages have the same number of layers, except that the last stages may have fewer.
+        """
+        size = -(-self.layers // pp)
+        return [range(min(first, self.layers), min(first + size, self.layers))
+                for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """(layers, those with experts) of the stage that has most with experts."""
+        """Return (layers, layers with experts) of the stage with the most expert layers."""
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
                    for layers in self.stages(pp))[::-1]
 
     @property
     def matrices(self) -> int:
-        """Matrices per feed-forward network."""
+        """Number of matrices per feed-forward network."""
         return 3 if self.gated else 2
 
     @property
     def dense_parameters(self) -> float:
-        """Parameters outside the experts."""
+        """Number of parameters outside the experts."""
         attention = self.layers * 4 * self.model_dim**2
         dense = (self.layers - self.moe_layers) * self.matrices * self.model_dim * self.ffn_dim
         of_tokens = self.moe_layers * self.model_dim * (self.experts + 2 * self.latent_dim)
         return attention + dense + self.vocab * self.model_dim + of_tokens
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Bytes for one parameter, by what they hold."""
+        """Return the bytes per parameter for weights, gradients and optimizer state."""
         gradient = min(GRADIENT_BYTES, self.state_bytes)
         return {"parameters": self.element_bytes, "gradients": gradient,
                 STATE: self.state_bytes - gradient}
 
     @property
     def expert_parameters(self) -> float:
-        """Parameters of all experts of all layers."""
+        """Number of parameters of all experts in all layers."""
         return self.moe_layers * self.experts * self.matrices * self.row_dim * self.expert_dim
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that travel, and of the experts' inputs and outputs."""
+        """Width of the rows that are sent, which is also the input and output width of experts."""
         return self.latent_dim or self.model_dim
 
     @property
@@ -195,7 +206,7 @@ class ModelShape:
         return self.hidden_dim or self.ffn_dim
 
     def layer(self, tokens: int) -> LayerShape:
-        """One MoE layer with `tokens` tokens per rank."""
+        """Return the shape of one MoE layer with `tokens` tokens per rank."""
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
                           latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
                           experts=self.experts,
@@ -205,23 +216,24 @@ class ModelShape:
 
     @property
     def limits(self) -> Limits:
-        """Where a token's experts may be."""
+        """Limits on the experts that a token may use."""
         return Limits(self.groups, self.group_top_k if self.groups > 1 else 1)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class ModelPlan:
-    """How a model is distributed over a cluster.
+    """Distribution of a model over a cluster.
 
-    Rank order as in Megatron: tensor, expert, data, pipeline; experts fold over tensor and data
-    ranks.
+    Ranks are ordered as in Megatron: tensor, expert, data, pipeline. Expert groups are folded over
+    the tensor- and data-parallel ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes, tp * pp * dp = ranks.
-        ep: ranks that share the list of experts.
-        etp: ranks that share each expert's width.
-        micro_batch: sequences at a time.
-        layout: of the MoE layers in their groups of ep * etp ranks.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes, with the number of ranks as their
+            product.
+        ep: number of ranks that divide the list of experts.
+        etp: number of ranks that divide each expert's width.
+        micro_batch: number of sequences per micro-batch.
+        layout: layout of the MoE layers in their groups of ep * etp ranks.
     """
 
     tp: int
@@ -234,24 +246,27 @@ class ModelPlan:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of one expert group."""
+        """Number of ranks in one expert group."""
         return self.ep * self.etp
 
     @property
     def expert_dp(self) -> int:
-        """Replicas of each expert."""
+        """Number of replicas of each expert."""
         return self.tp * self.dp // self.expert_ranks
 
     def micro_batches(self, model: ModelShape) -> int:
-        """Micro-batches per step on one rank."""
+        """Return the number of micro-batches per step on one rank."""
         return model.global_batch // (self.dp * self.micro_batch)
 
     def tokens(self, model: ModelShape) -> int:
-        """Tokens that one rank routes at a time; tensor-parallel ranks split a micro-batch."""
+        """Return how many tokens one rank routes per micro-batch.
+
+        Tensor-parallel ranks split a micro-batch among themselves.
+        """
         return self.micro_batch * model.sequence // self.tp
 
     def groups(self) -> dict[str, GroupShape]:
-        """The groups of ranks, by name."""
+        """Return the groups of ranks by name."""
         return {
             "tp": GroupShape(self.tp), "dp": GroupShape(self.dp, self.tp),
             "experts": GroupShape(self.expert_ranks),
@@ -259,20 +274,24 @@ class ModelPlan:
         }
 
     def expert_cluster(self, cluster: Cluster) -> Cluster:
-        """The part of the cluster that one expert group occupies."""
+        """Return the part of the cluster that one expert group occupies."""
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the plan as a dictionary of plain values, including `expert_dp`."""
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property
     def label(self) -> str:
-        """Short text."""
+        """One line that describes the plan: its sizes, and its layout in words."""
         return (f"TP{self.tp} PP{self.pp} DP{self.dp} EP{self.ep} ETP{self.etp} "
-                f"mb{self.micro_batch} {self.layout.label}")
+                f"mb{self.micro_batch} ({self.layout.words})")
 
 
 def load_model(path: str | Path) -> ModelShape:
-    """Read a model file (`configs/plans/`); `ValueError` if it does not hold a `ModelShape`."""
+    """Read a model file, such as those in `configs/plans/`.
+
+    Raises:
+        ValueError: if the file cannot be read or does not describe a `ModelShape`.
+    """
     return load_record(ModelShape, path, "model file", "see configs/plans/")

@@ -1,4 +1,7 @@
-"""Branch and bound over (TP, EP, ETP, DP, PP, micro-batch, r, d, algorithm, send); exact."""
+"""Exact branch-and-bound search for the fastest plans.
+
+The search varies TP, EP, ETP, DP, PP, the micro-batch, and r, d, algorithm and send of the layout.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ LAYOUT_AXES = ("r", "d", "algorithm", "send")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What a search varies.
+    """The values that a search varies.
 
     Attributes:
-        degrees, algorithms, sends: of the layouts.
-        micro_batches: sequences at a time.
-        data_parallel_only: for hosts without tensor and pipeline parallelism.
+        degrees: overlap degrees of the layouts.
+        algorithms: all-to-all algorithms of the layouts.
+        sends: values of `LayoutChoice.send`.
+        micro_batches: numbers of sequences per micro-batch.
+        data_parallel_only: whether to exclude tensor and pipeline parallelism, for host frameworks
+            that support neither.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -40,10 +46,10 @@ class Found:
     """Result of a search.
 
     Attributes:
-        plans: fastest first, each in its best layout.
-        tried: layouts costed.
-        skipped: plans excluded by a bound.
-        too_big: plans that exceed the memory.
+        plans: the fastest plans, fastest first, each with its best layout.
+        tried: number of layouts whose cost was computed.
+        skipped: number of plans excluded by the lower bound.
+        too_big: number of plans that exceed the memory in every layout.
     """
 
     plans: list[PlanCost]
@@ -53,10 +59,10 @@ class Found:
 
 
 def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[ModelPlan]:
-    """All plans without their layout.
+    """Yield all plans, still without their final layout.
 
-    Tensor parallelism stays inside a node, stages have equal numbers of layers, and experts divide
-    over ranks or ranks over experts.
+    Tensor parallelism stays inside a node, and all stages have the same number of layers. The size
+    of an expert group is a multiple or a divisor of the number of experts.
     """
     for tp in divisors(cluster.ranks):
         if tp > cluster.ranks_per_node or model.heads % tp:
@@ -72,7 +78,7 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """The plans of one tp, pp and number of ranks per expert group."""
+    """Yield the plans for one tp, one pp and one size of expert groups."""
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
@@ -87,18 +93,19 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
 
 def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = Space(),
            keep: int = 8) -> Found:
-    """The `keep` fastest plans that fit the device's memory, each in its best layout.
+    """Return the `keep` fastest plans that fit the device's memory, each with its best layout.
 
-    Raises: ValueError: nothing fits; names the least memory needed.
+    Raises:
+        ValueError: if no plan fits. The message states how much memory the smallest plan needs.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
-    found: list[PlanCost] = []
+    fastest: list[PlanCost] = []
     tried = skipped = too_big = 0
     least = float("inf")
     for outline in tracked(order, "searching", "plan"):
-        if len(found) >= keep and lower_bound_s(model, cluster, device,
-                                                outline) > found[keep - 1].seconds:
+        if len(fastest) >= keep and lower_bound_s(model, cluster, device,
+                                                  outline) > fastest[keep - 1].seconds:
             skipped += 1
             continue
         costs = list(_layouts(model, cluster, device, space, outline))
@@ -107,16 +114,17 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
         least = min([least, *(c.memory_bytes for c in costs)])
         too_big += not fitting
         if fitting:
-            found.append(min(fitting, key=_order))
-            found.sort(key=_order)
-    if not found:
+            fastest.append(min(fitting, key=_order))
+            fastest.sort(key=_order)
+    if not fastest:
         raise ValueError(
-            f"no plan fits {show_size(device.memory_bytes)} per rank on {cluster.ranks} ranks: the "
-            f"smallest needs {show_size(least)}, and {100 * HEAD_ROOM:.0f} % stay free; use "
-            "more ranks, a smaller model, or fewer sequences at a time" if least < float("inf") else
-            f"no plan divides {cluster.ranks} ranks, {model.experts} experts, {model.layers} "
-            f"layers and a batch of {model.global_batch}; change one of them")
-    return Found(found[:keep], tried, skipped, too_big)
+            f"no plan fits {show_size(device.memory_bytes)} per rank on {cluster.ranks} ranks: "
+            f"the smallest needs {show_size(least)}, and {100 * HEAD_ROOM:.0f} % must remain "
+            "free. Use more ranks, a smaller model, or a smaller micro-batch"
+            if least < float("inf") else
+            f"no plan can divide {cluster.ranks} ranks, {model.experts} experts, {model.layers} "
+            f"layers and a batch of {model.global_batch}. Change one of these numbers")
+    return Found(fastest[:keep], tried, skipped, too_big)
 
 
 def _order(cost: PlanCost) -> tuple:
@@ -133,8 +141,10 @@ def _layouts(model: ModelShape, cluster: Cluster, device: Device, space: Space,
 
 def sends_of(model: ModelShape, cluster: Cluster, space: Space,
              outline: ModelPlan) -> tuple[str, ...]:
-    """How often a token's row may travel: once only where it is exact and has several experts, and
-    to nodes only from several of several ranks.
+    """Return the values of `LayoutChoice.send` that a plan may use.
+
+    Sending a token once per rank or node requires a dropless layer and several experts per token.
+    Sending once per node also requires several nodes with several ranks each.
     """
     if model.capacity_factor is not None or model.top_k == 1:
         return ("rows",)
@@ -145,28 +155,30 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                  space: Space = Space()) -> dict[str, PlanCost]:
-    """For each axis, the best plan with another value there than `best` has; all other numbers may
-    differ, too. One that does not fit the memory is named where none with another value does.
+    """Return, for each axis, the best plan that differs from `best` on this axis.
+
+    All other numbers of the plan may differ, too. A plan that does not fit the memory is returned
+    only if no plan that differs on this axis fits.
     """
-    found: dict[str, PlanCost] = {}
+    best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
         for cost in _layouts(model, cluster, device, space, outline):
             for axis in (*PLAN_AXES, *LAYOUT_AXES):
                 if value_of(cost.plan, axis) == value_of(best.plan, axis):
                     continue
-                before = found.get(axis)
+                before = best_by_axis.get(axis)
                 if before is None or _rank(cost, device) < _rank(before, device):
-                    found[axis] = cost
-    return {axis: found[axis] for axis in (*PLAN_AXES, *LAYOUT_AXES) if axis in found}
+                    best_by_axis[axis] = cost
+    return {axis: best_by_axis[axis] for axis in (*PLAN_AXES, *LAYOUT_AXES) if axis in best_by_axis}
 
 
 def value_of(plan: ModelPlan, axis: str) -> int | str:
-    """A plan's number, or name, on an axis of `PLAN_AXES` or `LAYOUT_AXES`."""
+    """Return a plan's value on an axis of `PLAN_AXES` or `LAYOUT_AXES`."""
     value: int | str = getattr(plan.layout if axis in LAYOUT_AXES else plan, axis)
     return value
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """What fits comes first, the fastest first; of what does not, the smallest."""
+    """Return a sort key: fitting plans first, by time; then plans that do not fit, by size."""
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

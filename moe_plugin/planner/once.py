@@ -1,9 +1,11 @@
-"""What is sent, and how long it takes, where a token's row goes once to each rank or node.
+"""Traffic and time of sending each token's row once per rank or node, and ring collectives.
 
-k choices fall evenly on W targets: a token has W (1 - (1 - 1/W)^k) of them (`expected_targets`).
-With `nodes` a row crosses to each node once, between ranks of equal place, and goes on inside it;
-these are the two phases of 2DH with other numbers of rows. (Expert, weight) pairs travel beside the
-rows in exchanges of their own, there in the forward pass, weights' gradients back in backward.
+If k choices are distributed evenly over W targets, a token has W (1 - (1 - 1/W)^k) targets on
+average (`expected_targets`). With `send=nodes` a row is sent once to each node, between ranks with
+the same local index, and then forwarded inside the node. Sending once per node uses the two phases
+of 2DH with other numbers of rows. (Expert, weight) pairs are sent in separate exchanges next to the
+rows. In forward the pairs are sent to the experts, and in backward the gradients of the weights are
+sent back.
 """
 
 from __future__ import annotations
@@ -18,39 +20,41 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 
 
-# Cost of the other collectives on a `Cluster`, in closed form: rings over groups of ranks.
+# Closed-form cost of ring collectives over groups of ranks of a `Cluster`.
 #
-# A group has `size` ranks, every `stride`-th rank of the cluster. Over several nodes the slowest
-# hop
-# of a ring is the network: n - 1 steps of alpha + (bytes of one piece) * beta, where the ranks of a
-# node use their network cards together.
+# A group has `size` ranks, every `stride`-th rank of the cluster. In a group on several nodes the
+# slowest hop of a ring is the network: n - 1 steps of alpha + (bytes of one piece) * beta, where
+# the ranks of a node use their network cards together.
 @dataclass(frozen=True)
 class GroupShape:
-    """`size` ranks, `stride` apart; stride 1: consecutive ranks."""
+    """A group of `size` ranks that are `stride` apart. With stride 1 the ranks are consecutive."""
 
     size: int
     stride: int = 1
 
     def per_node(self, cluster: Cluster) -> int:
-        """Members on one node."""
+        """Return the number of group members on one node."""
         return max(1, min(self.size, cluster.ranks_per_node // self.stride))
 
     def shape(self, cluster: Cluster) -> Cluster:
-        """The group as a cluster of its own: its nodes, and its members per node.
+        """Return the group as a separate cluster with its nodes and its members per node.
 
-        All groups of one kind communicate at the same time, so groups on one node share its network
-        cards.
+        All groups of the same shape communicate at the same time, so the groups on one node share
+        the network cards of the node.
         """
         if self.size == cluster.ranks:
             return cluster
-        here = self.per_node(cluster)
-        groups = max(1, cluster.ranks_per_node // here)
-        return replace(cluster.resized(-(-self.size // here), here),
+        members = self.per_node(cluster)
+        groups = max(1, cluster.ranks_per_node // members)
+        return replace(cluster.resized(-(-self.size // members), members),
                        nics=max(1, cluster.nics // groups))
 
 
 def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: float) -> float:
-    """All-to-all of `size` bytes per rank; an algorithm without a cost model counts as `linear`."""
+    """Return the seconds of an all-to-all of `size` bytes per rank.
+
+    An algorithm without a cost model is assumed to cost as much as `linear`.
+    """
     if group.size == 1 or not size:
         return 0.0
     algorithm = algorithm if algorithm in COSTS else "linear"
@@ -58,30 +62,33 @@ def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: floa
 
 
 def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """n - 1 steps in which every rank forwards `piece` bytes."""
+    """Return the seconds of n - 1 ring steps in which every rank forwards `piece` bytes."""
     if group.size == 1:
         return 0.0
-    here = group.shape(cluster)
+    shape = group.shape(cluster)
     steps = group.size - 1
     messages = steps * cluster.ranks
     fixed = cluster.phase_s + cluster.machine_s(messages, messages, messages * piece)
-    if here.nodes == 1:
+    if shape.nodes == 1:
         return steps * (cluster.intra.alpha_s + piece * cluster.intra.beta_s) + fixed
     # one ring per network card, each with 1/cards of the bytes
-    cards = min(here.nics, here.ranks_per_node)
+    cards = min(shape.nics, shape.ranks_per_node)
     beta = max(cluster.inter.beta_s / cards, cluster.intra.beta_s)
-    crossing = min(steps, here.nodes)
+    crossing = min(steps, shape.nodes)
     alpha = crossing * cluster.inter.alpha_s + (steps - crossing) * cluster.intra.alpha_s
     return alpha + steps * piece * beta + fixed
 
 
 def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Between ranks of equal place on n nodes, then inside nodes of p ranks (`comm.by_nodes`): a
-    node's cards carry (n - 1) p pieces in place of a ring's n p - 1.
+    """Return the seconds of an all-gather in two steps (`comm.by_nodes`).
+
+    The first step runs between ranks with the same local index on n nodes, and the second step
+    inside nodes of p ranks. A node's network cards send (n - 1) p pieces instead of the n p - 1
+    pieces of a ring.
     """
-    here = group.shape(cluster)
-    n, p = here.nodes, here.ranks_per_node
-    cards = min(here.nics, p)
+    shape = group.shape(cluster)
+    n, p = shape.nodes, shape.ranks_per_node
+    cards = min(shape.nics, p)
     between = (n - 1) * (cluster.inter.alpha_s + piece * p / cards * cluster.inter.beta_s)
     inside = (p - 1) * n * piece * cluster.intra.beta_s + (p - 1) * cluster.intra.alpha_s
     messages = cluster.ranks * (n - 1 + (p - 1) * n)
@@ -90,82 +97,103 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """All-gather, `piece` bytes from each rank: a ring, (n-1) (alpha + piece beta), or, over
-    several nodes of several ranks, two steps if these are faster.
+    """Return the seconds of an all-gather to which each rank contributes `piece` bytes.
+
+    The cost is that of a ring, (n-1) (alpha + piece beta). In a group with several nodes of several
+    ranks the cost is that of the two-step algorithm if it is faster.
     """
     if not piece:
         return 0.0
-    here, ring = group.shape(cluster), _ring_steps_s(cluster, group, piece)
-    two = here.nodes > 1 and here.ranks_per_node > 1
+    shape, ring = group.shape(cluster), _ring_steps_s(cluster, group, piece)
+    two = shape.nodes > 1 and shape.ranks_per_node > 1
     return min(ring, _two_steps_s(cluster, group, piece)) if two else ring
 
 
 def reduce_scatter_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Reduce-scatter that leaves `piece` bytes on each rank; the reverse of the all-gather."""
+    """Return the seconds of a reduce-scatter that leaves `piece` bytes on each rank.
+
+    A reduce-scatter is the reverse of an all-gather and costs the same.
+    """
     return all_gather_s(cluster, group, piece)
 
 
 def all_reduce_s(cluster: Cluster, group: GroupShape, size: float) -> float:
-    """Ring all-reduce of `size` bytes: reduce-scatter, all-gather; 2 size (n-1)/n per rank."""
+    """Return the seconds of a ring all-reduce of `size` bytes; each rank sends 2 size (n-1)/n."""
     return 2 * _ring_steps_s(cluster, group, size / group.size) if size else 0.0
 
 
-PAIR_BYTES = 6  # expert and whether it begins a row in two bytes, a float32 weight
+PAIR_BYTES = 6  # two bytes for the expert and a flag that starts a row, and a float32 weight
 
 
 def expected_targets(choices: float, targets: float, each: float = 1.0) -> float:
-    """How many of `targets` a token has, whose choices fall evenly and each on `each` of them."""
+    """Return the expected number of targets of a token.
+
+    Args:
+        choices: number of choices of the token, distributed evenly.
+        targets: number of possible targets.
+        each: number of targets to which each choice is sent. Defaults to 1.
+    """
     return targets * (1 - (1 - min(1.0, each / targets)) ** choices)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A token's experts are in `chosen` of `groups` groups of consecutive experts (groups of nodes,
-    or of devices), by its router.
+    """Router limits: a token's experts are in `chosen` of `groups` groups of consecutive experts.
+
+    The groups typically correspond to nodes or devices.
     """
 
     groups: int = 1
     chosen: int = 1
 
     def targets(self, choices: float, targets: int, each: float = 1.0) -> float:
-        """See `expected_targets`, of targets with as many consecutive experts each."""
+        """Return `expected_targets` under these limits, for targets with equally many experts."""
         inside, rest = divmod(self.groups, targets)
-        if not rest:  # several groups on a target, so many of them chosen
+        if not rest:  # each target contains several groups, and some of these groups are chosen
             return targets * sum(
-                math.comb(inside, here) * math.comb(self.groups - inside, self.chosen - here)
-                * (1 - (1 - min(1.0, each * here / self.chosen)) ** choices)
-                for here in range(min(inside, self.chosen) + 1)
+                math.comb(inside, hits) * math.comb(self.groups - inside, self.chosen - hits)
+                * (1 - (1 - min(1.0, each * hits / self.chosen)) ** choices)
+                for hits in range(min(inside, self.chosen) + 1)
             ) / math.comb(self.groups, self.chosen)
-        if targets % self.groups:  # they cut each other anyhow
+        if targets % self.groups:  # group borders do not coincide with borders of targets
             return expected_targets(choices, targets, each)
         return expected_targets(choices, targets * self.chosen / self.groups, each)
 
 
 @dataclass(frozen=True)
 class OnceRows:
-    """Rows of a token, its own rank's and node's counted: to ranks, and to nodes; its pairs."""
+    """Rows and (expert, weight) pairs of a token, including those for its own rank and node.
+
+    Attributes:
+        ranks: number of ranks to which the token's row is sent.
+        nodes: number of nodes to which the token's row is sent.
+        pairs: number of (expert, weight) pairs.
+    """
 
     ranks: float
     nodes: float
     pairs: float
 
 
-# where a token goes, by r: measured
+# measured destinations of tokens, by r
 Visits = Mapping[int, OnceRows]
 
 
 def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = Limits(),
                   visits: Visits | None = None) -> OnceRows:
-    """Of `top_k` choices.
+    """Return the rows of a token with `top_k` choices.
 
     Args:
-        r: ranks to which each choice goes, consecutive ones.
-        visits: from the counts of a run; None: even routing.
+        cluster: the cluster whose ranks and nodes are the targets.
+        top_k: number of choices per token.
+        r: number of consecutive ranks to which each choice is sent.
+        limits: router limits. Defaults to no limits.
+        visits: measured destinations from a run. Defaults to even routing.
     """
     if visits is not None:
         return visits[r]
     nodes = limits.targets(top_k, cluster.nodes, max(1.0, r / cluster.ranks_per_node))
-    if len(cluster.sizes) > 1:  # of unequal nodes, which groups of experts cut anyhow
+    if len(cluster.sizes) > 1:  # groups of experts do not coincide with nodes of unequal size
         nodes = sum(number * expected_targets(top_k, 1, max(size, r) / cluster.ranks)
                     for size, number in cluster.sizes.items())
     return OnceRows(limits.targets(top_k, cluster.ranks, r), nodes, top_k * r)
@@ -173,8 +201,12 @@ def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = L
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of a token that leave its rank, one way, for ranks of its own node and of others; with
-    `nodes` also those that are sent on inside a node.
+    """Bytes of a token that leave its rank in one direction.
+
+    Attributes:
+        inside: bytes for ranks of the same node. With `send=nodes`, bytes that are forwarded inside
+            a node.
+        between: bytes for other nodes.
     """
 
     inside: float
@@ -183,13 +215,16 @@ class TokenBytes:
 
 def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
                    limits: Limits = Limits()) -> TokenBytes:
-    """Rows and their pairs on the way to the experts; back travel the rows alone, and in backward
-    as much once more each way.
+    """Return the bytes of a token's rows and pairs on the way to the experts.
+
+    On the way back only the rows are sent. Backward sends the same amount again in each direction.
 
     Args:
+        cluster: the cluster.
         send: one of `choice.SENDS`.
-        row_bytes: of a row.
-        limits: see `rows_of_token`.
+        top_k: number of choices per token.
+        row_bytes: bytes of a row.
+        limits: router limits. Defaults to no limits.
     """
     rows = rows_of_token(cluster, top_k, limits=limits)
     away, apart = cluster.between, 1 - 1 / cluster.ranks
@@ -204,7 +239,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,
                row_bytes: float) -> float:
-    """Seconds in which `tokens` of each rank go to their experts, or their results back."""
+    """Return the seconds to send `tokens` tokens of each rank to their experts, or back."""
     group, pairs = GroupShape(cluster.ranks), tokens * rows.pairs * PAIR_BYTES / 2
     flat = min(cluster.nodes, cluster.ranks_per_node) == 1
     if choice.send == "ranks" or flat:

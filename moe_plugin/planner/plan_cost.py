@@ -1,11 +1,12 @@
-"""Time per step and memory per rank of a plan: roofline, alpha-beta, event timelines, 1F1B.
+"""Predicted time per step and memory per rank of a plan.
 
-Stage times are those of the fullest stage. A step is (m + pp - 1) times a stage's forward and
-backward with m micro-batches (1F1B without interleaving), then the reduction of gradients.
-Activations: 34 bytes per token and model dimension for a dense layer in 16 bits without
-recomputation and without attention scores (Korthikanti et al. 2022), divided by the tensor-parallel
-size. In 32 bits hosts also keep scores: fused attention kernels take 16 bits. Logits are kept in 32
-bits, with their gradient.
+The prediction combines a roofline model, alpha-beta costs, event timelines and the 1F1B schedule.
+Stage times are the times of the fullest stage. With m micro-batches, a step lasts (m + pp - 1)
+times a stage's forward and backward (1F1B without interleaving), followed by the reduction of
+gradients. A dense layer in 16 bits needs 34 bytes of activations per token and model dimension,
+without recomputation and without attention scores (Korthikanti et al. 2022), divided by the
+tensor-parallel size. In 32 bits host frameworks also store the scores, because fused attention
+kernels accept only 16 bits. Logits and their gradient are stored in 32 bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_plugin.planner.offload.activation_problem import KEEP, SwapBlock
 from moe_plugin.planner.once import GroupShape, all_reduce_s
 
 ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
-SCORES = 2  # copies: before and after the softmax
+SCORES = 2  # copies of the attention scores: before and after the softmax
 LOGITS_BYTES = 8
 BACKWARD = 2.0
 
@@ -32,10 +33,12 @@ class PlanCost:
     """Cost of a plan.
 
     Attributes:
-        time: seconds per step by part.
-        memory: bytes of the fullest rank by part.
-        layer: of one MoE layer.
-        activations: keep or recompute, by layer of the model; empty: all are kept.
+        plan: the plan.
+        time: seconds per step, by part.
+        memory: bytes on the fullest rank, by part.
+        layer: cost of one MoE layer.
+        activations: whether each layer of the model keeps or recomputes its activations. Empty if
+            all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -46,17 +49,17 @@ class PlanCost:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return sum(self.time.values())
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Bytes on the fullest rank."""
         return sum(self.memory.values())
 
 
 def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> PlanCost:
-    """Predicted cost of a plan."""
+    """Return the predicted cost of a plan."""
     layer = layer_cost(model.layer(plan.tokens(model)), plan.expert_cluster(cluster), device,
                        plan.layout)
     return PlanCost(plan, time_of(model, cluster, device, plan, layer.seconds),
@@ -64,7 +67,10 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
 
 
 def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
-    """Whether a plan would not fit the device's memory with a row for each choice of a token."""
+    """Return whether a plan exceeds the device's memory if a row is sent per selected expert.
+
+    The result is False if the plan already sends one row per selected expert.
+    """
     rows = replace(plan, layout=replace(plan.layout, send="rows"))
     return rows != plan and plan_cost(model, cluster, device,
                                       rows).memory_bytes > device.usable_bytes
@@ -72,7 +78,15 @@ def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelP
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
             layer_s: float) -> dict[str, float]:
-    """Seconds of a step by part. layer_s: of one MoE layer, forward and backward."""
+    """Return the seconds of a step by part.
+
+    Args:
+        model: shape of the model.
+        cluster: the cluster on which the model runs.
+        device: processor of each rank.
+        plan: how the model is distributed.
+        layer_s: seconds of one MoE layer, forward and backward.
+    """
     stage = _stage(model, cluster, device, plan, layer_s)
     micro = plan.micro_batches(model)
     parts = {name: micro * seconds for name, seconds in stage.items()}
@@ -82,8 +96,13 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
-    """Seconds of forward and backward of one layer's attention, of one dense FFN and of the output
-    head, for `tokens` tokens of full sequences on `tp` tensor-parallel ranks.
+    """Return the forward and backward seconds of attention, dense FFN and output head of one layer.
+
+    Args:
+        model: shape of the model.
+        device: processor of each rank.
+        tokens: number of tokens, in full sequences.
+        tp: number of tensor-parallel ranks. Defaults to 1.
     """
     d = model.model_dim
     flops = {
@@ -96,8 +115,9 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
                   tp: int) -> dict[str, float]:
-    """The same of one dense layer on `tp` ranks, with what they exchange: two all-reduces per
-    direction.
+    """Return the forward and backward seconds of one dense layer on `tp` tensor-parallel ranks.
+
+    The result includes the tensor-parallel communication: two all-reduces per direction.
     """
     part = dense_s(model, device, tokens, tp)
     size = tokens * model.model_dim * model.element_bytes
@@ -108,7 +128,7 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
            layer_s: float) -> dict[str, float]:
-    """Seconds of forward and backward of one micro-batch on the fullest stage."""
+    """Return the forward and backward seconds of one micro-batch on the fullest stage."""
     layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     dense = dense_layer_s(model, cluster, device, tokens, plan.tp)
@@ -116,7 +136,7 @@ def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
     return {
         "attention": dense["attention"] * layers, "dense FFN": dense["dense FFN"] * (layers - moe),
         "output head": dense_s(model, device, tokens, plan.tp)["output head"],
-        # in an MoE layer the second exchange splits and gathers its tokens
+        # in an MoE layer, splitting and gathering the tokens replaces the second all-reduce
         "tensor parallel": dense["tensor parallel"] * layers, "MoE layers": layer_s * moe,
         "stage to stage": _stage_to_stage_s(cluster, plan, size / plan.tp),
     }
@@ -130,7 +150,11 @@ def _stage_to_stage_s(cluster: Cluster, plan: ModelPlan, size: float) -> float:
 
 
 def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
-    """All-reduce of fp32 gradients: dense over dp ranks, experts' over their replicas."""
+    """Return the seconds to all-reduce the fp32 gradients.
+
+    Gradients of dense layers are reduced over the data-parallel ranks, and gradients of experts
+    over the replicas of the experts.
+    """
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
         total += all_reduce_s(cluster, groups["dp"],
@@ -142,13 +166,13 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
 
 
 def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
-    """Those of experts that a rank of the fullest stage has."""
+    """Return the number of expert parameters on a rank of the fullest stage."""
     _, moe = model.fullest(plan.pp)
     return model.expert_parameters / max(1, model.moe_layers) * moe / plan.expert_ranks
 
 
 def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
-    """Bytes of a dense layer's activations for one micro-batch on one rank."""
+    """Return the bytes of a dense layer's activations for one micro-batch on one rank."""
     width = ACTIVATION_BYTES * model.model_dim
     if model.element_bytes > 2:
         width += SCORES * model.heads * model.sequence
@@ -156,11 +180,11 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """Bytes by part on the fullest stage, with pp micro-batches in flight: of parameters,
-    gradients and optimizer state each those of dense layers and those of experts.
+    """Return the bytes on the fullest stage by part, with `pp` micro-batches in flight.
 
-    Optimizer state is divided by the ranks that replicate its parameters where
-    `ModelShape.sharded_optimizer` is set.
+    Parameters, gradients and optimizer state are listed separately for dense layers and experts.
+    If `ModelShape.sharded_optimizer` is set, the optimizer state is divided by the number of ranks
+    that replicate its parameters.
     """
     shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
               "expert": expert_parameters(model, plan)}
@@ -177,76 +201,86 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
 
 
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> float:
-    """A bound over all layouts: MoE layers at full arithmetic speed, everything else as it is."""
+    """Return a lower bound of the seconds per step over all layouts.
+
+    MoE layers are assumed to compute at full arithmetic speed without communication. All other
+    parts have their predicted time.
+    """
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
     flops = (1 + BACKWARD) * 2 * model.matrices * rows * model.row_dim * model.expert_dim
     return sum(time_of(model, cluster, device, plan, flops / device.flops).values())
 
 
-# Plans that exceed the memory while all activations are kept, with some layers recomputed.
-RECOMPUTED = "recomputed layers"  # the part of a step
-# the other parts of a rank's memory are of parameters
+# Plans that exceed the memory if all activations are kept may fit if some layers are recomputed.
+RECOMPUTED = "recomputed layers"  # the part of the step's time that recomputation adds
+# all other parts of a rank's memory belong to parameters
 RECOMPUTABLE = ("activations", "MoE rows and gathered")
 ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
-    """What parameters and optimizer leave of `memory` bytes on the fullest rank."""
+    """Return how many of `memory` bytes remain for activations on the fullest rank."""
     return int(memory - sum(_of_parameters(cost).values()))
 
 
 def _of_parameters(cost: PlanCost) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer state, by part."""
+    """Return the bytes of everything except activations and MoE rows, by part."""
     return {name: size for name, size in cost.memory.items() if name not in RECOMPUTABLE}
 
 
 def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> list[PlanCost]:
-    """Those of the plans that exceed `memory` bytes per rank and fit with layers recomputed in
-    backward, with which ones (`PlanCost.activations`) and what that costs: the part `RECOMPUTED` of
-    their time.
+    """Return the plans that exceed `memory` bytes per rank but fit if some layers are recomputed.
 
-    Which layers is chosen by KARMA's search, from the predicted times and sizes of each stage's
-    dense and MoE layers in the order of the host (`ModelShape.in_host`); nothing is swapped.
+    The returned costs name the recomputed layers (`PlanCost.activations`) and include the time of
+    recomputation as the part `RECOMPUTED`. KARMA's search selects the layers from the predicted
+    times and sizes of each stage's dense and MoE layers, in the layer order of the host framework
+    (`ModelShape.in_host`). No activations are swapped.
     """
-    found = []
+    fitting = []
     for cost in costs:
         room = activation_bytes(cost, memory)
         if cost.memory_bytes <= memory or room <= 0:
             continue
         try:
-            made = _stages(model, cost, room)
-        except ValueError:  # even the inputs of all layers do not fit
+            stages = _stages(model, cost, room)
+        except ValueError:  # not even the inputs of all layers fit
             continue
         turns = cost.plan.micro_batches(model) + cost.plan.pp - 1
-        found.append(replace(
-            cost, time={**cost.time, RECOMPUTED: turns * max(map(_again_s, made))},
+        fitting.append(replace(
+            cost, time={**cost.time, RECOMPUTED: turns * max(map(_again_s, stages))},
             memory={**_of_parameters(cost),
-                    ACTIVATIONS: float(max(one.outcome.peak for one in made))},
-            activations=tuple(decision for one in made for decision in one.decisions)))
-    return found
+                    ACTIVATIONS: float(max(one.outcome.peak for one in stages))},
+            activations=tuple(decision for one in stages for decision in one.decisions)))
+    return fitting
 
 
 def _again_s(made: SwapPlan) -> float:
-    """Seconds a micro-batch of the layers that a stage computes again."""
+    """Return the seconds per micro-batch that a stage spends on recomputation."""
     return sum(block.forward_s for block, decision in zip(made.problem.blocks, made.decisions,
                                                           strict=True) if decision != KEEP)
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """A plan for each pipeline stage; stages with the same layers have the same one."""
+    """Return a plan for each pipeline stage. Stages with the same layers share a plan."""
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
-    made = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
-    return [made[row] for row in rows]
+    plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
+    return [plans[row] for row in rows]
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """The layers of a stage, for all micro-batches in flight. experts: which ones have experts."""
+    """Return the layers of a stage as blocks for all micro-batches in flight.
+
+    Args:
+        model: shape of the model.
+        cost: predicted cost of the plan.
+        experts: whether each layer of the stage has experts.
+    """
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)
     layers, moe = model.fullest(plan.pp)
     flight = min(plan.pp, micro)
-    kept = flight * plan.micro_batch * model.sequence * model.model_dim * (
+    input_bytes = flight * plan.micro_batch * model.sequence * model.model_dim * (
         model.element_bytes / plan.tp)
     seconds = {name: cost.time[name] / micro for name in ("attention", "tensor parallel",
                                                           "dense FFN", "MoE layers")}
@@ -254,10 +288,10 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     dense, sparse = seconds["dense FFN"] / max(1, layers - moe), seconds["MoE layers"] / max(1, moe)
     blocks = []
     for index, with_experts in enumerate(experts):
-        each = always + (sparse if with_experts else dense)
+        layer_s = always + (sparse if with_experts else dense)
         extra = flight * cost.layer.memory_bytes if with_experts else 0.0
-        blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * each,
-                                backward_s=(1 - share) * each, kept_bytes=int(kept),
+        blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * layer_s,
+                                backward_s=(1 - share) * layer_s, kept_bytes=int(input_bytes),
                                 activation_bytes=int(
                                     flight * layer_activations(model, plan) + extra)))
     return blocks

@@ -1,9 +1,10 @@
-"""Number of pieces and kernel of expert compute by load, from a measured profile (EPS-MoE).
+"""Chooses the number of pieces and the kernel of expert compute from a profile (EPS-MoE).
 
 Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024.
-The rows of a layer are cut into pieces, along experts or along rows; while one piece computes, the
-next one's rows arrive and the last one's results return, over one network. Each piece costs what is
-fixed about an exchange and a launch, so that the best number lies between none and very many.
+The rows of a layer are divided into pieces along experts or along rows. While one piece computes,
+the rows of the next piece arrive and the results of the previous piece return over the same
+network. Each piece adds the fixed cost of an exchange and a launch. The best number of pieces is
+therefore a compromise between overlap and fixed costs.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from moe_plugin.planner.units import load_record
 from moe_plugin.utils.messages import short
 
 PIECES = (1, 2, 5, 8, 20)
-# operations that the host of a rank starts for one more piece: its two exchanges, the rows that it
-# cuts out and puts back, the experts' matmuls (counted for a layer of two ragged ranks)
+# Number of operations that the host of a rank starts for each additional piece: two exchanges,
+# cutting out and restoring the rows, and the experts' matrix products. Counted for a layer on two
+# ranks with ragged rows.
 PIECE_OPERATIONS = 50
 CUTS = ("experts", "rows")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to compute experts, as measured.
+    """A measured implementation of expert compute.
 
     Attributes:
-        points: (rows, seconds) of one expert, rows ascending; linear in between, and beyond the
-            ends as in the first or last interval.
-        launch_s: of a launch.
-        each: one launch for each expert; False: one for all of a piece.
+        points: (rows, seconds) of one expert, in ascending order of rows. Times are linear between
+            the points and continue the first and last interval beyond the ends.
+        launch_s: seconds of a launch.
+        each: whether each expert needs a launch, instead of one launch for all experts of a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -44,19 +46,20 @@ class Kernel:
     def __post_init__(self) -> None:
         rows = [point[0] for point in self.points]
         if len(rows) < 2 or rows != sorted(set(rows)):
-            raise ValueError(f"points at rows {short(rows)}: must be 2 or more, ascending; measure "
-                             "more loads")
+            raise ValueError(f"points at rows {short(rows)} must be at least 2 points in ascending "
+                             "order. Measure more loads")
         if not all(0 <= s < math.inf for s in (self.launch_s, *(p[1] for p in self.points))):
-            raise ValueError("seconds of a kernel must be finite numbers >= 0; measure it again")
+            raise ValueError("the seconds of a kernel must be finite numbers >= 0; measure the "
+                             "kernel again")
 
     def expert_s(self, rows: float) -> float:
-        """Seconds of one expert, without the launch."""
+        """Return the seconds of one expert, without the launch."""
         i = min(max(1, bisect_left(self.points, (rows,))), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[i - 1:i + 1]
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def seconds(self, experts: float, rows: float) -> float:
-        """Seconds of so many experts with so many rows each."""
+        """Return the seconds of `experts` experts with `rows` rows each."""
         launches = experts if self.each else 1
         return launches * self.launch_s + experts * self.expert_s(rows)
 
@@ -66,34 +69,38 @@ Profile = Mapping[str, Kernel]
 
 @dataclass(kw_only=True)
 class KernelFile:
-    """What `moe-plugin profile-device --kernels` writes: by kernel `points` and `launch_s`."""
+    """Contents of a file from `moe-plugin profile-device --kernels`: `points` and `launch_s`."""
 
     kernels: dict[str, Any]
 
 
 def load_kernels(path: str | Path) -> Profile:
-    """Read a file of kernels; `ValueError` if it does not hold such ones."""
-    remedy = "make one with moe-plugin profile-device --kernels"
-    found = load_record(KernelFile, path, "kernel file", remedy)
+    """Read a kernel file.
+
+    Raises:
+        ValueError: if the file cannot be read or does not describe kernels.
+    """
+    remedy = "create one with moe-plugin profile-device --kernels"
+    contents = load_record(KernelFile, path, "kernel file", remedy)
     try:
-        return {name: Kernel(tuple((int(n), float(s)) for n, s in one["points"]),
-                             float(one.get("launch_s", 0.0))) for name, one in
-                found.kernels.items()}
+        return {name: Kernel(tuple((int(n), float(s)) for n, s in kernel["points"]),
+                             float(kernel.get("launch_s", 0.0))) for name, kernel in
+                contents.kernels.items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"kernel file {short(str(path))} must give each kernel points of [rows, "
-                         f"seconds] and launch_s; {remedy}") from error
+        raise ValueError(f"kernel file {short(str(path))} must contain, for each kernel, points of "
+                         f"[rows, seconds] and launch_s; {remedy}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillLoad:
-    """What a rank computes in one call, and what its exchanges cost.
+    """Work of a rank in one call, and the cost of its exchanges.
 
     Attributes:
-        experts: on the rank.
-        rows: of each.
-        row_s: seconds in which the network moves one row, in one direction.
-        exchange_s: what is fixed about one exchange.
-        host_s: processor time of the host for each piece, where there are several.
+        experts: number of experts on the rank.
+        rows: number of rows of each expert.
+        row_s: seconds in which the network moves one row in one direction.
+        exchange_s: fixed seconds of one exchange.
+        host_s: processor time of the host for each piece, if there are several pieces.
     """
 
     experts: int
@@ -112,11 +119,14 @@ class PrefillLoad:
 
 @dataclass(frozen=True)
 class PrefillChoice:
-    """A number of pieces with a kernel.
+    """A number of pieces and a kernel.
 
     Attributes:
-        seconds: of dispatch, experts and combine.
-        bound_s: no order of the pieces' steps takes less.
+        pieces: number of pieces.
+        cut: axis along which rows are divided, one of `CUTS`.
+        kernel: name of the kernel.
+        seconds: seconds of dispatch, experts and combine.
+        bound_s: lower bound of the seconds over all orders of the tasks.
     """
 
     pieces: int
@@ -127,30 +137,38 @@ class PrefillChoice:
 
 
 def fastest_kernel(profile: Profile, experts: float, rows: float) -> str:
-    """The name of the fastest kernel of a profile for so many experts with so many rows each."""
+    """Return the name of the fastest kernel for `experts` experts with `rows` rows each."""
     if not profile:
-        raise ValueError("a profile without kernels; measure at least one")
+        raise ValueError("the profile contains no kernels; measure at least one kernel")
     return min(profile, key=lambda name: profile[name].seconds(experts, rows))
 
 
 def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, str, str]]:
-    """(rows, kernel below, kernel from there on) where the fastest kernel changes.
+    """Return (rows, kernel below, kernel from there on) wherever the fastest kernel changes.
 
-    rows: of an expert, those that are looked at, ascending.
+    Args:
+        profile: measured kernels by name.
+        experts: number of experts.
+        rows: numbers of rows per expert to examine, in ascending order.
     """
-    found, before = [], None
+    changes, before = [], None
     for count in rows:
         kernel = fastest_kernel(profile, experts, count)
         if before is not None and kernel != before:
-            found.append((count, before, kernel))
+            changes.append((count, before, kernel))
         before = kernel
-    return found
+    return changes
 
 
 def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
-    """Equal pieces through dispatch, experts (`compute_s` each, the host's time included) and
-    combine over one network, which
-    prefers rows that are still to be computed.
+    """Return the timeline of equal pieces through dispatch, experts and combine over one network.
+
+    The network prefers rows that still have to be computed.
+
+    Args:
+        load: work of the rank.
+        pieces: number of pieces.
+        compute_s: seconds to compute a piece, including the time of the host.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     tasks = [Task(f"out {i}", "network", move, phase="out") for i in range(pieces)]
@@ -161,8 +179,10 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 
 
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
-    """Seconds that no order of equal pieces is below: all compute behind the first exchange and in
-    front of the last; or all exchanges, and what the network waits for the first piece.
+    """Return a lower bound of the seconds over all orders of equal pieces.
+
+    One bound is the first exchange, all computation, and the last exchange. The other bound is all
+    exchanges and the time that the network waits for the first piece. The larger bound is returned.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     waits = max(0.0, compute_s - (pieces - 1) * move)
@@ -171,18 +191,24 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """All numbers of pieces, each with its fastest kernel; the fastest first, of equals the fewest.
+    """Return all numbers of pieces with their fastest kernels, fastest first.
+
+    Of equally fast choices, the choice with fewer pieces comes first.
 
     Args:
-        cut: along "experts", or along the "rows" of each.
-        pieces: those that are considered; more than there are experts (or rows) are left out.
-            Pieces that do not divide them are taken as equal.
-    Raises: ValueError: another cut; no number of pieces is possible.
+        load: work of the rank.
+        profile: measured kernels by name.
+        cut: axis of the pieces, "experts" or "rows".
+        pieces: candidate numbers of pieces. Numbers larger than the number of experts (or rows) are
+            ignored. Pieces are treated as equal even if the number does not divide evenly.
+
+    Raises:
+        ValueError: if the axis is unknown or no number of pieces is possible.
     """
     if cut not in CUTS:
-        raise ValueError(f"cut {short(cut)} must be one of {', '.join(CUTS)}")
+        raise ValueError(f"cut {short(cut)} is unknown. Choose from {', '.join(CUTS)}")
     most = load.experts if cut == "experts" else max(1, math.floor(load.rows))
-    found = []
+    candidates = []
     for count in pieces:
         if not 1 <= count <= most:
             continue
@@ -190,16 +216,16 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
         rows = load.rows if cut == "experts" else load.rows / count
         kernel = fastest_kernel(profile, experts, rows)
         seconds = profile[kernel].seconds(experts, rows) + (load.host_s if count > 1 else 0.0)
-        found.append(PrefillChoice(count, cut, kernel, timeline(load, count, seconds).seconds,
-                                   bound_s(load, count, seconds)))
-    if not found:
-        raise ValueError(f"pieces {short(tuple(pieces))} must be from 1 to {most}, the number of "
-                         f"{cut}")
-    return sorted(found, key=lambda choice: (choice.seconds, choice.pieces))
+        candidates.append(PrefillChoice(count, cut, kernel, timeline(load, count, seconds).seconds,
+                                        bound_s(load, count, seconds)))
+    if not candidates:
+        raise ValueError(f"pieces {short(tuple(pieces))} must contain a number from 1 to {most}, "
+                         f"the number of {cut}")
+    return sorted(candidates, key=lambda choice: (choice.seconds, choice.pieces))
 
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """The best choice of each load, over both cuts."""
+    """Return the best choice for each load, over both axes."""
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

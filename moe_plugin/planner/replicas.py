@@ -1,14 +1,15 @@
-"""Which ranks hold replicas of which experts, from their loads (DeepSeek's EPLB).
+"""Placement of expert replicas on ranks according to expert loads (DeepSeek's EPLB).
 
-Physical experts are the slots of all ranks; each holds one of the logical experts that the router
-knows, hot ones in several slots. Two greedy steps, both in the order of falling load: replicas go
-to the expert with most load for each replica that it has, which makes the largest of these loads as
-small as it can be; slots are packed, each onto the rank with least load that has a slot left.
-Hierarchical, where groups of experts divide over the nodes: groups are packed onto nodes first, so
-that all replicas of an expert, and all experts of a group, are on one node.
+Physical experts are the slots of all ranks. Each slot contains one of the router's logical experts,
+and hot experts occupy several slots. There are two greedy steps, both in the order of decreasing
+load. First, each further replica goes to the expert with the highest load per replica, which
+minimizes the highest load of a slot. Second, each slot is packed onto the rank with the least load
+that has a free slot. If the groups of experts divide over the nodes, placement is hierarchical:
+groups are packed onto nodes first, so that all replicas of an expert, and all experts of a group,
+are on one node.
 
-A packing's ranks differ by the largest load of a slot at most, so that its fullest rank has at most
-the mean and this load.
+The loads of two ranks of a packing differ by at most the largest load of a slot. Therefore the
+fullest rank has at most the mean load plus this load.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Loads = Sequence[float]
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """From physical to logical experts and back.
+    """Mapping from physical to logical experts and back.
 
     Attributes:
-        logical: the logical expert in each physical slot; a rank's slots lie one after another.
+        logical: logical expert in each physical slot. The slots of a rank are consecutive.
         ranks: number of ranks.
     """
 
@@ -35,29 +36,29 @@ class ReplicaMap:
 
     @property
     def slots(self) -> int:
-        """Slots of a rank."""
+        """Number of slots of a rank."""
         return len(self.logical) // self.ranks
 
     @property
     def physical(self) -> Mapping[int, tuple[int, ...]]:
-        """Slots of each logical expert, ascending."""
-        found: dict[int, list[int]] = {}
+        """Slots of each logical expert, in ascending order."""
+        slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(self.logical):
-            found.setdefault(expert, []).append(slot)
-        return {expert: tuple(found[expert]) for expert in sorted(found)}
+            slots.setdefault(expert, []).append(slot)
+        return {expert: tuple(slots[expert]) for expert in sorted(slots)}
 
     def rank_loads(self, loads: Loads) -> list[float]:
-        """Load of each rank where replicas of an expert share its load evenly."""
+        """Return the load of each rank if the replicas of an expert share its load evenly."""
         copies = {expert: len(slots) for expert, slots in self.physical.items()}
-        each = [loads[expert] / copies[expert] for expert in self.logical]
-        return [sum(each[i:i + self.slots]) for i in range(0, len(each), self.slots)]
+        slot_loads = [loads[expert] / copies[expert] for expert in self.logical]
+        return [sum(slot_loads[i:i + self.slots]) for i in range(0, len(slot_loads), self.slots)]
 
     def holders(self, expert: int) -> tuple[int, ...]:
-        """Ranks that have a logical expert, ascending."""
+        """Return the ranks that have a logical expert, in ascending order."""
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """By rank, the experts whose weights it must get where `before` was in use, ascending."""
+        """Return, by rank, the experts whose weights the rank needs to switch from `before`."""
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
             return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
 
@@ -66,11 +67,15 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Number of replicas of each expert, at least one, `slots` in total.
+    """Return the number of replicas of each expert, at least one, with `slots` in total.
 
-    No other numbers have a smaller largest load of a slot: the greedy choice is exact.
+    No other numbers have a smaller largest load per slot, so the greedy choice is optimal.
 
-    most: of an expert; then slots may be left over. None: any number.
+    Args:
+        loads: load of each expert.
+        slots: total number of replicas.
+        most: largest number of replicas of an expert, in which case slots may remain unused.
+            Defaults to no limit.
     """
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
@@ -88,46 +93,55 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
 
 def pack(loads: Loads, packs: int) -> list[list[int]]:
-    """Items in `packs` packs of equally many, the load of the fullest small; items ascending.
+    """Divide items among packs of equal size such that the fullest pack has a small load.
 
-    Raises: ValueError: the items do not divide over the packs.
+    Returns:
+        The items of each pack, in ascending order.
+
+    Raises:
+        ValueError: if the number of items is not a multiple of `packs`.
     """
     if packs < 1 or len(loads) % packs:
-        raise ValueError(f"{len(loads)} items do not divide over {packs} packs: must be a multiple")
+        raise ValueError(f"{len(loads)} items cannot be divided evenly among {packs} packs. The "
+                         "number of items must be a multiple of the number of packs")
     size = len(loads) // packs
-    made: list[list[int]] = [[] for _ in range(packs)]
+    packed: list[list[int]] = [[] for _ in range(packs)]
     heap = [(0.0, index) for index in range(packs)] if size else []
     for item in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
         load, index = heapq.heappop(heap)
-        made[index].append(item)
-        if len(made[index]) < size:
+        packed[index].append(item)
+        if len(packed[index]) < size:
             heapq.heappush(heap, (load + loads[item], index))
-    return [sorted(items) for items in made]
+    return [sorted(items) for items in packed]
 
 
 def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
                    groups: int = 1) -> ReplicaMap:
-    """A map of `slots` physical experts on `ranks` ranks.
+    """Return a map of `slots` physical experts on `ranks` ranks.
 
     Args:
-        loads: of the logical experts, any unit, >= 0.
-        slots: physical experts, a multiple of `ranks`, at least one for every logical one.
-        nodes: that share the ranks evenly.
-        groups: runs of experts that should be on one node; where they do not divide over the nodes,
-            nodes count for nothing.
-    Raises: ValueError: numbers that do not fit; it names the bound.
+        loads: load of each logical expert, in any unit, >= 0.
+        slots: number of physical experts, which must be a multiple of `ranks` and at least the
+            number of logical experts.
+        ranks: number of ranks.
+        nodes: number of nodes, which share the ranks evenly. Defaults to 1.
+        groups: number of groups of consecutive experts that should be on one node. If the groups do
+            not divide over the nodes, nodes are ignored. Defaults to 1.
+
+    Raises:
+        ValueError: if a number does not fit. The message names the bound.
     """
     experts = len(loads)
     if min(loads, default=0) < 0:
-        raise ValueError(f"loads must be >= 0, the least is {min(loads)}")
+        raise ValueError(f"loads must be >= 0, but the smallest load is {min(loads)}")
     for name, value, bound, ok in (
-            ("slots", slots, f"a multiple of {ranks} ranks, >= {experts} experts",
+            ("slots", slots, f"a multiple of {ranks} ranks and >= {experts} experts",
              ranks > 0 and slots % ranks == 0 and slots >= experts > 0),
             ("nodes", nodes, f"a divisor of {ranks} ranks", nodes > 0 and ranks % nodes == 0),
             ("groups", groups, f"a divisor of {experts} experts",
              groups > 0 and experts % groups == 0)):
         if not ok:
-            raise ValueError(f"{name}={value} does not fit: must be {bound}")
+            raise ValueError(f"{name}={value} does not fit; it must be {bound}")
     if groups % nodes:
         nodes = groups = 1
     run = experts // groups
@@ -141,48 +155,51 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
 def host_replicas(loads: Loads, ranks: int, guests: int,
                   speeds: Sequence[float] | None = None) -> ReplicaMap:
-    """A map in which experts stay where they are stored, and ranks host replicas of others'.
+    """Return a map in which experts stay on their rank, and ranks host replicas of other experts.
 
-    Rank i stores experts [i L, (i+1) L). As `place_replicas`: replicas go to the experts with most
-    load for each of theirs, and by falling load onto the rank with least that has a slot left and
-    does not have the expert. A slot that is left over repeats the rank's first expert.
+    Rank i stores the experts [i L, (i+1) L). As in `place_replicas`, each further replica goes to
+    the expert with the highest load per replica. Replicas are placed by decreasing load on the rank
+    with the least load that has a free slot and does not have the expert. Unused slots repeat the
+    rank's first expert.
 
     Args:
-        loads: of the logical experts, any unit, >= 0.
-        guests: slots of a rank for replicas.
-        speeds: of the ranks, to which their loads relate; None: all alike.
+        loads: load of each logical expert, in any unit, >= 0.
+        ranks: number of ranks.
+        guests: number of slots per rank for replicas.
+        speeds: speeds of the ranks, by which their loads are divided. Defaults to equal speeds.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
-    each = [load / count for load, count in zip(loads, counts, strict=True)]
+    replica_loads = [load / count for load, count in zip(loads, counts, strict=True)]
     pace = [1.0] * ranks if speeds is None else speeds
-    load = [sum(each[w * local:(w + 1) * local]) / pace[w] for w in range(ranks)]
+    load = [sum(replica_loads[w * local:(w + 1) * local]) / pace[w] for w in range(ranks)]
     hosted: list[list[int]] = [[] for _ in range(ranks)]
-    more = [e for e, count in enumerate(counts) for _ in range(count - 1) if each[e] > 0]
-    for expert in sorted(more, key=lambda e: (-each[e], e)):
+    more = [e for e, count in enumerate(counts) for _ in range(count - 1) if replica_loads[e] > 0]
+    for expert in sorted(more, key=lambda e: (-replica_loads[e], e)):
         free = [w for w in range(ranks) if len(hosted[w]) < guests and expert not in hosted[w]
                 and w != expert // local]
         if free:
-            rank = min(free, key=lambda w: (load[w] + each[expert] / pace[w], w))
+            rank = min(free, key=lambda w: (load[w] + replica_loads[expert] / pace[w], w))
             hosted[rank].append(expert)
-            load[rank] += each[expert] / pace[rank]
+            load[rank] += replica_loads[expert] / pace[rank]
     return hosting(hosted, local, guests)
 
 
 def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> ReplicaMap:
-    """The map in which rank i stores experts [i L, (i+1) L) and hosts some of others'."""
+    """Return the map in which rank i stores experts [i L, (i+1) L) and hosts the given replicas."""
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
-        own = range(rank * local, (rank + 1) * local)
-        slots += [*own, *sorted(guest), *[own[0]] * (guests - len(guest))]
+        stored = range(rank * local, (rank + 1) * local)
+        slots += [*stored, *sorted(guest), *[stored[0]] * (guests - len(guest))]
     return ReplicaMap(tuple(slots), len(hosted))
 
 
 def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
-    """As `host_replicas`, what comes nearest to the map of `place_replicas`.
+    """Return a map for the constraints of `host_replicas` that resembles `place_replicas`.
 
-    Its packs go to the ranks that store most of their load. Of what a rank does not store it hosts
-    the experts with most load for each replica. So whole experts may leave a full rank, too.
+    The packs of `place_replicas` are assigned to the ranks that store most of their load. Of the
+    experts in its pack that a rank does not store, it hosts those with the highest load per
+    replica. Even whole experts may therefore leave a full rank.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)
@@ -201,7 +218,7 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
 
 
 def _place(experts: Sequence[int], loads: Loads, slots: int, ranks: int) -> list[int]:
-    """Logical experts of the slots of a node, rank after rank."""
+    """Return the logical experts of the slots of a node, rank after rank."""
     counts = replicate(loads, slots)
     items = [i for i, count in enumerate(counts) for _ in range(count)]
     packed = pack([loads[i] / counts[i] for i in items], ranks)

@@ -1,21 +1,20 @@
-"""What must move where a tensor goes from one layout to another (AlpaComm, arXiv 2211.05322).
+"""Data movement that changes the layout of a tensor (AlpaComm, arXiv 2211.05322).
 
-A layout says which box of a tensor each device stores. The boundaries of all boxes of both layouts
-cut the tensor into unique slices: a device stores a slice entirely or not at all. Each slice is one
-multicast from any of the devices that store it before to all that store it after and did not
-before. Devices may have a part in both layouts, as where the number of expert-parallel ranks
-changes; what a device has already, it is not sent.
+A layout states which box of a tensor each device stores. The boundaries of all boxes of both
+layouts divide the tensor into unique slices: a device stores a slice entirely or not at all. Each
+slice is multicast from any device that stores it in the old layout to all devices that store it
+only in the new layout. Devices may be part of both layouts, for example if the number of
+expert-parallel ranks changes. Data that a device already has is not sent to it.
 
-A slice crosses to a node once (section 3): for the g receivers of a node it arrives in g parts, one
-at each, and they exchange the parts on their node; a further node gets its parts from this one, in
-chunks, so that all links of the chain are busy at the same time. On the node of a sender nothing is
-relayed.
+A slice is sent to a node once (section 3). For the g receivers of a node it arrives in g parts, one
+part at each receiver, and the receivers exchange the parts on their node. Further nodes receive
+their parts from this node, in chunks, so that all links of the chain are busy at the same time. On
+a sender's own node nothing is forwarded.
 
-A node sends one slice at a time, and receives one. Randomized greedy rounds and, where slices are
-few, a depth-first search with pruning look for a sender of each slice and for an order (section 4,
-`best_order`). `relays` takes the result where it is faster than the largest slices first, each from
-the devices that have least to send.
-"""
+A node sends one slice at a time and receives one slice at a time. Randomized greedy rounds and, for
+few slices, a depth-first search with pruning look for a sender of each slice and for an order
+(section 4, `best_order`). `relays` uses this result if it is faster than sending the largest slices
+first, each from the devices with the least to send."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ from dataclasses import dataclass
 
 from moe_plugin.planner.events import Task, simulate
 
-CHUNKS = 4  # of a part that goes on to another node
-ROUNDS = 100  # of randomized greedy
-SEARCHED, STEPS = 8, 20_000  # slices that are searched depth first, and steps of that search
+CHUNKS = 4  # chunks of a part that is forwarded to another node
+ROUNDS = 100  # rounds of the randomized greedy search
+SEARCHED, STEPS = 8, 20_000  # largest number of slices for the depth-first search, and its steps
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Which box of a tensor each device stores.
+    """The box of a tensor that each device stores.
 
     Attributes:
-        shape: of the tensor.
-        boxes: by device; several devices may store the same elements.
+        shape: shape of the tensor.
+        boxes: box of each device. Several devices may store the same elements.
     """
 
     shape: tuple[int, ...]
@@ -53,33 +52,32 @@ class TensorLayout:
                 for (start, stop), size in zip(box, self.shape, strict=True))
             if not inside:
                 raise ValueError(f"box {box} of device {device} is not inside a tensor of shape "
-                                 f"{self.shape}; give (start, stop) for each of its axes")
+                                 f"{self.shape}. Specify (start, stop) for each axis")
 
     @classmethod
     def on_mesh(cls, shape: Sequence[int], mesh: Mapping[str, int],
                 spec: Sequence[Sequence[str]],
                 devices: Sequence[int] | None = None) -> TensorLayout:
-        """A tensor cut over a mesh of devices, as Alpa and JAX write it.
+        """Return the layout of a tensor divided over a mesh of devices, as in Alpa and JAX.
 
-        Parts of an axis differ by one element at most where they are not equal.
+        If an axis does not divide evenly, its parts differ by at most one element.
 
         Args:
-            mesh: sizes of the mesh by the names of its axes, the slowest first.
-            spec: for every axis of the tensor, the mesh axes over which it is cut; over the others
-                it is copied.
-            devices: in the order of the mesh; None: 0, 1, 2, ...
-        Raises: ValueError: axes that the mesh lacks or that are used twice; another number of
-            devices.
-        """
+            shape: shape of the tensor.
+            mesh: size of each mesh axis by name, the slowest axis first.
+            spec: for every axis of the tensor, the mesh axes over which it is divided. The tensor
+                is replicated over all other mesh axes.
+            devices: devices in the order of the mesh. Defaults to 0, 1, 2, ...
+        Raises: ValueError: if mesh axes are unknown or used twice, or the device count is wrong."""
         count = math.prod(mesh.values())
         devices = range(count) if devices is None else devices
         used = [name for names in spec for name in names]
         if len(spec) != len(shape) or set(used) - set(mesh) or len(set(used)) < len(used):
             raise ValueError(
                 f"spec {[list(names) for names in spec]} must name axes of the mesh {dict(mesh)}, "
-                f"each once at most, for each of the {len(shape)} axes of the tensor")
+                f"each at most once, for each of the {len(shape)} axes of the tensor")
         if len(devices) != count:
-            raise ValueError(f"{len(devices)} devices do not fit a mesh of {count}: give as many")
+            raise ValueError(f"a mesh of {count} devices needs {count} devices, got {len(devices)}")
         boxes = {}
         places = itertools.product(*(range(size) for size in mesh.values()))
         for device, place in zip(devices, places, strict=True):
@@ -99,13 +97,13 @@ def _part(size: int, names: Sequence[str], at: Mapping[str, int],
 
 @dataclass(frozen=True)
 class Slice:
-    """A unique slice: one multicast.
+    """A unique slice, which is sent as one multicast. All device lists are ascending.
 
     Attributes:
-        box: in the tensor.
-        senders: devices that store it before.
-        receivers: devices that need it and do not have it yet.
-        keepers: devices that store it before and after. All ascending.
+        box: position in the tensor.
+        senders: devices that store the slice before.
+        receivers: devices that need the slice and do not have it yet.
+        keepers: devices that store the slice before and after.
     """
 
     box: Box
@@ -115,37 +113,37 @@ class Slice:
 
     @property
     def elements(self) -> int:
-        """Elements of the slice."""
+        """Number of elements of the slice."""
         return math.prod(stop - start for start, stop in self.box)
 
     def within(self, box: Box) -> tuple[slice, ...]:
-        """Where the slice is in the part of a tensor that a device stores; box: of that device."""
+        """Return the slice's position inside the part of a tensor with the box `box`."""
         return tuple(slice(start - first, stop - first)
                      for (start, stop), (first, _) in zip(self.box, box, strict=True))
 
 
 def unique_slices(source: TensorLayout, target: TensorLayout) -> list[Slice]:
-    """All slices that any device needs, in the order of their boxes.
+    """Return all slices that any device needs, in the order of their boxes.
 
-    Raises: ValueError: the shapes differ, or a needed slice is stored nowhere.
+    Raises: ValueError: if the shapes differ, or if no device stores a needed slice.
     """
     if source.shape != target.shape:
-        raise ValueError(f"layouts of shapes {source.shape} and {target.shape} are not of one "
-                         "tensor: must be equal")
+        raise ValueError(f"layouts of shapes {source.shape} and {target.shape} do not describe the "
+                         "same tensor; the shapes must be equal")
     sides = [_by_box(source), _by_box(target)]
     cuts = [sorted({0, size, *(end for side in sides for box in side for end in box[axis])})
             for axis, size in enumerate(source.shape)]
     stored, needed = (_cells(side, cuts) for side in sides)
-    made = []
+    slices = []
     for cell in sorted(needed):
         box = tuple((cut[i], cut[i + 1]) for cut, i in zip(cuts, cell, strict=True))
         senders, wanted = stored.get(cell, []), needed[cell]
         if not senders:
-            raise ValueError(f"no device stores {box} of a tensor of shape {source.shape}, which "
-                             f"devices {wanted} need; the source layout must have all of it")
-        made.append(Slice(box, tuple(sorted(senders)), tuple(sorted({*wanted} - {*senders})),
-                          tuple(sorted({*wanted} & {*senders}))))
-    return made
+            raise ValueError(f"no device stores {box} of a tensor of shape {source.shape}, but "
+                             f"devices {wanted} need it. The source layout must be complete")
+        slices.append(Slice(box, tuple(sorted(senders)), tuple(sorted({*wanted} - {*senders})),
+                            tuple(sorted({*wanted} & {*senders}))))
+    return slices
 
 
 def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
@@ -157,28 +155,28 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
-    """Devices by the slices, counted along each axis, that they store."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """Return the devices that store each slice, by the slice's index along each axis."""
+    cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
                 for cut, (start, stop) in zip(cuts, box, strict=True)]
         for cell in itertools.product(*runs):
-            found.setdefault(cell, []).extend(devices)
-    return found
+            cells.setdefault(cell, []).extend(devices)
+    return cells
 
 
-# -- hops between devices
+# Hops between devices.
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A part of a slice from one device to another.
+    """A transfer of a part of a slice from one device to another.
 
     Attributes:
         slice: index of the slice.
         part: (start, stop) in the slice's elements, in row-major order.
-        depth: 0: the sender stores the slice; d: it has got the part by the hop of depth d - 1.
-        chunk: hops of earlier chunks arrive first.
+        depth: 0 if the sender stores the slice, otherwise 1 more than the hop to the sender.
+        chunk: index of the chunk. Hops of earlier chunks arrive first.
     """
 
     sender: int
@@ -190,16 +188,16 @@ class Hop:
 
 
 def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) -> list[Hop]:
-    """Hops that deliver every element of every slice to each of its receivers once.
+    """Return hops that deliver every element of every slice to each receiver exactly once.
 
-    Every device that computes this gets the same list. Two plans are compared by `hops_s`: the
-    largest slices choose first, each the senders that have least to send so far; or all follow
-    `best_order`. Sorted by chunk, depth, the plan's order of slices, part and receiver: the order
-    in which a device handles what it gets.
+    All devices compute the same list. Two plans are compared by `hops_s`. In the first, the largest
+    slices choose first, each from the senders with the least to send so far. The second follows
+    `best_order`. The hops are sorted by chunk, depth, order of slices, part and receiver, which is
+    the order in which a device handles the data that it receives.
 
     Args:
-        nodes: by device, the node that it is on.
-        chunks: of a part for more than one node.
+        nodes: node of each device.
+        chunks: number of chunks of a part for more than one node.
     """
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
@@ -208,8 +206,8 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) 
         return plain
     searched = {index for index, _ in order}
     rest = [(i, None) for i in largest if i not in searched]
-    found = _in_order(slices, nodes, chunks, [*order, *rest])
-    return min(plain, found, key=lambda hops: hops_s(hops, nodes))
+    searched_hops = _in_order(slices, nodes, chunks, [*order, *rest])
+    return min(plain, searched_hops, key=lambda hops: hops_s(hops, nodes))
 
 
 def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
@@ -222,11 +220,12 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 
 
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
-    """Simulated time of hops in this order, in elements over one link: a node sends one at a time,
-    and receives one; what stays on a node takes no time.
-    """
+    """Return the simulated time of hops in this order, in elements over one link.
+
+    A node sends one hop at a time and receives one hop at a time. Hops inside a node take no
+    time."""
     tasks: list[Task] = []
-    last: dict[tuple[int, tuple[int, int], int], str] = {}  # who has brought a part to a device
+    last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):
         before = last.get((hop.slice, hop.part, hop.sender)) if hop.depth else None
         ends, name = (nodes[hop.sender], nodes[hop.receiver]), f"hop {number}"
@@ -240,17 +239,16 @@ def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
     return simulate(tasks).seconds
 
 
-# -- order of slices
+# Order of slices.
 
 
 @dataclass(frozen=True)
 class SliceOrder:
-    """The result of `best_order`.
+    """Result of `best_order`.
 
     Attributes:
-        steps: (slice, node that sends it), in order; slices that cross to no other node are left
-            out.
-        seconds: until the last one has arrived, in elements over one link.
+        steps: (slice, sending node) in order, without slices that are sent to no other node.
+        seconds: time until the last slice has arrived, in elements over one link.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -259,7 +257,7 @@ class SliceOrder:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """A slice that crosses: from one of the nodes `senders`, to all nodes `receivers`."""
+    """A slice that one of the nodes `senders` sends to all nodes `receivers`."""
 
     index: int
     senders: tuple[int, ...]
@@ -268,24 +266,24 @@ class _Crossing:
 
 
 def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> list[_Crossing]:
-    found = []
-    for index, each in enumerate(slices):
-        senders = tuple(sorted({nodes[device] for device in each.senders}))
-        receivers = tuple(sorted({nodes[device] for device in each.receivers} - {*senders}))
-        if receivers:  # a chain of nodes: each gets the first chunk later
+    crossings = []
+    for index, piece in enumerate(slices):
+        senders = tuple(sorted({nodes[device] for device in piece.senders}))
+        receivers = tuple(sorted({nodes[device] for device in piece.receivers} - {*senders}))
+        if receivers:  # in a chain of nodes, each node receives its first chunk later
             late = 1 + (len(receivers) - 1) / chunks
-            found.append(_Crossing(index, senders, receivers, each.elements * late))
-    return found
+            crossings.append(_Crossing(index, senders, receivers, piece.elements * late))
+    return crossings
 
 
 def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
                rounds: int = ROUNDS) -> SliceOrder:
-    """A sender of each slice and an order in which all are there soon; the same on every device.
+    """Return a sender for each slice and a fast order, identically on every device.
 
-    The best of `rounds` randomized greedy ones: as long as slices are left, a maximal set of those
-    that use different nodes goes on, each from the sender that has least to send. For up to 8
-    slices a depth-first search with pruning begins with it; if it ends within its 20,000 steps, no
-    order and no senders are faster. Source: AlpaComm, section 4.
+    The result is the best of `rounds` randomized greedy orders. As long as slices are left, a
+    maximal set of slices that use different nodes is sent, each from the sender with the least to
+    send. With up to 8 slices a depth-first search with pruning starts from this order. If the
+    search ends within its 20,000 steps, the result is optimal. Source: AlpaComm, section 4.
     """
     tasks = _crossings(slices, nodes, chunks)
     source = random.Random(0)
@@ -295,7 +293,7 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
 
 
 def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
-    """When nodes are free after a slice, and when it has arrived."""
+    """Return when the nodes are free after a slice, and when the slice has arrived."""
     ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
     end = max(free.get(port, 0.0) for port in ports) + task.seconds
     return {**free, **dict.fromkeys(ports, end)}, end
@@ -323,11 +321,11 @@ def _greedy(tasks: Sequence[_Crossing], source: random.Random) -> SliceOrder:
 
 
 def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
-    """The best order of all, if it is found in `STEPS` steps, else the best that was met."""
-    taken = itertools.count(1)
+    """Return the optimal order if `STEPS` steps suffice, otherwise the best order found."""
+    count = itertools.count(1)
 
     def bound(left: Sequence[_Crossing], free: Mapping[str, float]) -> float:
-        """What the nodes that still receive take at least."""
+        """Return a lower bound of the time of the nodes that still receive slices."""
         need: dict[int, float] = {}
         for task in left:
             for node in task.receivers:
@@ -337,7 +335,7 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
     def search(left: Sequence[_Crossing], steps: tuple[tuple[int, int], ...],
                free: dict[str, float], last: float) -> None:
         nonlocal best
-        if max(last, bound(left, free)) >= best.seconds * (1 - 1e-12) or next(taken) > STEPS:
+        if max(last, bound(left, free)) >= best.seconds * (1 - 1e-12) or next(count) > STEPS:
             return
         if not left:
             best = SliceOrder(steps, last)
@@ -352,7 +350,7 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
-    """Hops of a slice. home: the node that sends it to nodes without a sender; None: any."""
+    """Return the hops of a slice. home: node that sends to nodes without a sender; None: any."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)
@@ -374,7 +372,7 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
 
 def _chain(index: int, run: tuple[int, int], chunk: int, sender: int, lane: int,
            by_node: Sequence[Sequence[int]]) -> list[Hop]:
-    """One chunk through the nodes, and at each from where it enters to the node's others."""
+    """Return the hops of one chunk through the nodes, including the exchange on each node."""
     hops = []
     for depth, devices in enumerate(by_node):
         entry = devices[lane % len(devices)]
@@ -392,7 +390,7 @@ def _least(devices: Sequence[int], elements: int, load: dict[int, int]) -> int:
 
 
 def _parts(run: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """At most `count` consecutive parts of a run, none empty, as equal as they can be."""
+    """Return at most `count` consecutive, non-empty parts of a run, as equal as possible."""
     start, stop = run
     cuts = [start + (stop - start) * i // count for i in range(count + 1)]
     return [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]

@@ -1,10 +1,11 @@
-"""A routing trace through the planner: which policy for overloaded experts to use, before a cluster
-is rented.
+"""Replays a routing trace through the planner to select a policy for overloaded experts.
 
-Of each call of a layer the loads are known, so the busiest rank of each policy of `parallel.spill`
-is, too. Its modelled seconds (`planner.spill.SpillCosts`: products, rows on their way, lent
-weights; forward and backward) are compared with those of as many rows under forced balance, where
-every expert gets as many from every rank.
+The replay helps to select a policy before a cluster is rented. The trace contains the loads of each
+call of a layer, which determine the busiest rank under each policy of `parallel.spill`. The
+modelled seconds of the busiest rank include matrix products, rows that are sent and lent weights,
+in forward and backward (`planner.spill.SpillCosts`). These seconds are compared with those of the
+same number of rows under forced balance, in which every expert receives equally many rows from
+every rank.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import aligned, tracked
 
 PARTS = ("early", "middle", "late")  # thirds of the steps
-Calls = Mapping[Any, Sequence[Sequence[Counts]]]  # of every layer, step by step, pass by pass
+Calls = Mapping[Any, Sequence[Sequence[Counts]]]  # by layer: for each step, for each pass
 
 
 @dataclass(frozen=True)
 class CallTime:
-    """One call of a layer.
+    """Times of one call of a layer.
 
     Attributes:
-        seconds: under the policy.
-        balanced: of as many rows under forced balance.
-        lent: experts that ranks lend.
-        third: of the steps, see `PARTS`.
+        seconds: time under the policy.
+        balanced: time of the same number of rows under forced balance.
+        lent: number of experts that ranks lend.
+        third: index of the third of the steps, see `PARTS`.
     """
 
     seconds: float
@@ -53,28 +54,32 @@ class CallTime:
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """All calls under a policy, at least one."""
+    """Times of all calls under a policy. There is at least one call."""
 
     policy: str
     calls: Sequence[CallTime]
 
     @property
     def mean(self) -> float:
-        """Seconds of a call."""
+        """Mean seconds of a call."""
         return sum(one.seconds for one in self.calls) / len(self.calls)
 
     @property
     def lent(self) -> float:
-        """Experts that are lent in a call."""
+        """Mean number of experts that are lent in a call."""
         return sum(one.lent for one in self.calls) / len(self.calls)
 
     @property
     def worst(self) -> float:
-        """The share of the worst call."""
+        """Share of the balanced throughput that the worst call reaches."""
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Throughput over that of the balanced calls; None: no call is in this third."""
+        """Return the throughput relative to balanced calls, or None if this third has no call.
+
+        Args:
+            third: index of the third of the steps. Defaults to all steps.
+        """
         calls = [one for one in self.calls if third in (None, one.third)]
         if not calls:
             return None
@@ -82,13 +87,16 @@ class PolicyTimes:
 
 
 def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | None) -> Calls:
-    """Rows by rank and expert of every call in the traces of ranks.
+    """Return the rows by rank and expert of every call in the traces of all ranks.
 
     Args:
-        traces: of each rank, see `observe.traces.read_trace`.
-        ranks: that share the experts; None: those of the trace. Others are made of its ranks:
-            several become one, or each one several by its tokens' order.
-    Raises: ValueError: ranks or experts that do not fit, or ranks of unequal layers.
+        traces: traces of each rank, see `observe.traces.read_trace`.
+        experts: number of experts.
+        ranks: number of ranks that share the experts. Defaults to the ranks of the trace. For
+            another number, ranks of the trace are merged, or each rank is split by token order.
+
+    Raises:
+        ValueError: if the ranks or experts do not fit, or if the ranks have different layers.
     """
     wanted = ranks or len(traces)
     check_fits(traces, experts, wanted)
@@ -98,46 +106,56 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
 
 
 def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) -> None:
-    """`ValueError` unless the traces of ranks stand for so many ranks; see `calls_of`."""
+    """Check that the traces can represent this number of ranks, see `calls_of`.
+
+    Raises:
+        ValueError: if the traces cannot represent this number of ranks.
+    """
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(
-            f"ranks={ranks} does not fit a trace of {len(traces)} ranks and {experts} experts: "
-            "must be a multiple or a divisor of the one, and divide the other; give --nodes and "
-            "--ranks-per-node, or another --emulate")
+            f"ranks={ranks} does not fit a trace of {len(traces)} ranks with {experts} experts: "
+            "it must be a multiple or a divisor of the ranks of the trace, and divide the number "
+            "of experts. Set --nodes and --ranks-per-node, or change --emulate")
     if not all(list(trace) == list(traces[0]) for trace in traces):
-        raise ValueError("ranks have traces of different layers; give a folder of ranks that share "
-                         "experts")
+        raise ValueError("the ranks have traces of different layers. Use a folder whose ranks "
+                         "share the same experts")
 
 
 def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
-    """The choices [T, K] of a call by rank, in parts, for another number of ranks."""
+    """Split the choices [T, K] of a call among another number of ranks.
+
+    Returns:
+        For each new rank, the parts of the choices that belong to it.
+    """
     if ranks >= len(of_ranks):
         return [[part] for ids_TK in of_ranks
                 for part in ids_TK.tensor_split(ranks // len(of_ranks))]
-    each = len(of_ranks) // ranks
-    return [of_ranks[at:at + each] for at in range(0, len(of_ranks), each)]
+    size = len(of_ranks) // ranks
+    return [of_ranks[at:at + size] for at in range(0, len(of_ranks), size)]
 
 
 def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]]:
-    """of_ranks: [T, K] choices of each rank of the trace."""
-    parts = [[one for ids_TK in some for one in ids_TK.flatten().tolist()]
+    """Return rows by rank and expert. of_ranks: [T, K] choices of each rank of the trace."""
+    parts = [[expert_id for ids_TK in some for expert_id in ids_TK.flatten().tolist()]
              for some in resplit(of_ranks, ranks)]
     counts = []
     for part in parts:
         rows = Counter(part)
         if (most := max(rows, default=-1)) >= experts:
-            raise ValueError(f"the trace chooses expert {most}: must be < experts={experts} of the "
-                             "model file; give that of the run")
+            raise ValueError(f"the trace uses expert {most}, but the model file has only experts="
+                             f"{experts}. Use the model file of the run")
         counts.append([rows[expert] for expert in range(experts)])
     return counts
 
 
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
-    """All policies, `never` first. Calls without a row are left out.
+    """Return the times of all policies, `never` first. Calls without rows are omitted.
 
     Args:
-        guests: experts that a rank may borrow.
-        replan: steps of a placement that stands.
+        calls: rows of every call, see `calls_of`.
+        costs: modelled costs of rows and loans.
+        guests: number of experts that a rank may borrow.
+        replan: number of steps between placements of the policy `standing`.
     """
     return [PolicyTimes(policy, [
         one for steps in calls.values() for one in _layer(policy, steps, costs, guests, replan)])
@@ -162,14 +180,14 @@ def _layer(policy: str, steps: Sequence[Sequence[Counts]], costs: SpillCosts, gu
 
 
 def balanced_s(counts_WV: Counts, costs: SpillCosts) -> float:
-    """Seconds of a call whose rows are spread evenly over experts and ranks."""
+    """Return the seconds of a call whose rows are spread evenly over experts and ranks."""
     ranks = len(counts_WV)
     rows = sum(map(sum, counts_WV)) / ranks
     return costs.seconds(Spread(rows, rows * (ranks - 1) / ranks, 0.0))
 
 
 def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
-    """The fastest policy; `never` where none saves `LEAST_GAIN`."""
+    """Return the fastest policy, or `never` if no policy saves `LEAST_GAIN`."""
     plain = found[0]
     fastest = min(found, key=lambda one: one.mean)
     return fastest if fastest.mean < plain.mean * (1 - LEAST_GAIN) else plain
@@ -178,16 +196,24 @@ def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
 def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Cluster,
            device: Device, guests: int, replan: int, ranks: int | None = None,
            tokens: int | None = None) -> list[PolicyTimes]:
-    """All policies over the traces of ranks, see `simulate`.
+    """Return the times of all policies for the traces of all ranks, see `simulate`.
 
     Args:
-        ranks: of the cluster, which share the experts; None: those of the trace, on one node.
-        tokens: of a rank, for which the trace's stand; None: as many as it has.
+        traces: traces of each rank, see `observe.traces.read_trace`.
+        model: the model of the run.
+        cluster: the cluster for which policies are compared.
+        device: processor of each rank.
+        guests: number of experts that a rank may borrow.
+        replan: number of steps between placements of the policy `standing`.
+        ranks: number of ranks that share the experts. Defaults to the ranks of the trace on one
+            node.
+        tokens: number of tokens per rank to which loads are scaled. Defaults to the tokens of the
+            trace.
     """
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]
     if not any(any(map(any, call)) for call in every):
-        raise ValueError("the trace has no choice of an expert; give another one")
+        raise ValueError("the trace contains no routed token. Use another trace")
     group = cluster.resized(1, len(every[0])) if ranks is None else cluster
     costs = spill_costs(model.layer(1), group, device)
     if tokens is not None:
@@ -198,17 +224,17 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
 
 def what_to_use(found: Sequence[PolicyTimes]) -> str:
-    """A sentence: the fastest policy for overloaded experts, and what it saves."""
+    """Return a recommendation: the fastest policy for overloaded experts, and its saving."""
     plain, chosen = found[0], best(found)
     if chosen is plain:
-        return (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call: the load "
-                "is even enough, or weights travel too slowly here.")
-    return (f"Use parallel.spill: {chosen.policy} (--moe-spill {chosen.policy}): "
-            f"{1 - chosen.mean / plain.mean:.0%} less of a call than never.")
+        return (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call's time: "
+                "the load is already even enough, or sending weights is too slow.")
+    return (f"Use parallel.spill: {chosen.policy} (--moe-spill {chosen.policy}). It saves "
+            f"{1 - chosen.mean / plain.mean:.0%} of a call's time compared with never.")
 
 
 def explain(found: Sequence[PolicyTimes]) -> str:
-    """A line for each policy, and what to use."""
+    """Return a table with a line for each policy, followed by a recommendation."""
     rows = [["parallel.spill", "a call", "share", "worst call", *PARTS, "experts lent"]]
     for one in found:
         thirds = [one.share(third) for third in range(len(PARTS))]
@@ -216,15 +242,16 @@ def explain(found: Sequence[PolicyTimes]) -> str:
                      *("-" if share is None else f"{share:.1%}" for share in thirds),
                      f"{one.lent:.1f}"])
     return "\n".join([
-        f"{len(found[0].calls):,} calls of layers, forward and backward. Share: throughput over "
-        "that of as many", "rows under forced balance; of all calls, of the worst, of a third of "
-        "the steps.", "", aligned(rows), "", what_to_use(found), "Times are of products, rows on "
-        "their way and lent weights: not of what does not depend", "on the load (router, "
-        "attention, optimizer)."])
+        f"{len(found[0].calls):,} layer calls, forward and backward. Share: throughput relative to "
+        "the same number of",
+        "rows under forced balance, for all calls, for the worst call, and for each third of the "
+        "steps.", "", aligned(rows), "", what_to_use(found),
+        "Times include matrix products, rows that are sent and lent weights. They exclude work",
+        "that does not depend on the load (router, attention, optimizer)."])
 
 
 def as_dict(found: Sequence[PolicyTimes]) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return the comparison as JSON values."""
     return {"use": best(found).policy, "calls": len(found[0].calls), "policies": {one.policy: {
         "seconds": one.mean, "share": one.share(), "worst": one.worst, "lent": one.lent,
         **{name: one.share(third) for third, name in enumerate(PARTS)}} for one in found}}

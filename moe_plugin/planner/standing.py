@@ -1,12 +1,13 @@
-"""Replicas of hot experts that stand for several steps, and the rows that they get.
+"""Replicas of hot experts that remain for several steps, and the share of rows of each replica.
 
-Every n steps the loads of these steps say which experts have replicas on which ranks: the best of
-three placements, EPLB's with experts that stay (`replicas.host_replicas`) or go anywhere
-(`replicas.host_placed`), and what `least_loaded` would lend (`spill.plan_spill`). SWARM's
-interleaved weighted round robin over the ranks' throughputs (`peer_choice.Wiring`, here with the
-lower of equal ranks) says which share of an expert's rows each of its ranks computes. Until the
-next time every call's rows are split into these shares. A call follows them as it follows any plan
-of `spill`: owners lend weights, and get the gradients back.
+Every n steps the loads of these n steps determine which ranks have replicas of which experts. The
+best of three placements is used: EPLB with experts that stay on their rank
+(`replicas.host_replicas`), EPLB with experts that may move to any rank (`replicas.host_placed`),
+and the loans of `least_loaded` (`spill.plan_spill`). SWARM's interleaved weighted round robin over
+the throughputs of the ranks (`peer_choice.Wiring`, but here the lower of equal ranks comes first)
+determines the share of an expert's rows that each of its ranks computes. The rows of every call are
+split into these shares until the next placement. A call is executed as with any plan of `spill`:
+owners lend weights and receive the gradients.
 """
 
 from __future__ import annotations
@@ -26,29 +27,30 @@ from moe_plugin.planner.spill import (
     saves,
 )
 
-TASKS = 32  # of a rank: its share of all rows, in so many parts
-SLACK = 0.02  # of the busiest rank's time: less is not worth a replica
-Shares = Mapping[int, Mapping[int, float]]  # of an expert's rows by rank, for those with replicas
+TASKS = 32  # number of parts into which a rank's share of all rows is divided
+SLACK = 0.02  # of the busiest rank's time; a smaller gain does not justify a replica
+Shares = Mapping[int, Mapping[int, float]]  # share of rows by replicated expert and by rank
 
 
 def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> Shares:
-    """Shares of the rows of each replicated expert, by rank.
+    """Return the shares of the rows of each replicated expert, by rank.
 
-    An expert's load is split into tasks, which go one by one to the rank that is predicted to be
-    free first among those that have the expert. First what one rank alone can compute, then by
-    falling load: what is small fills up. As many replicas as possible, of the smallest loads, are
-    left out if the busiest rank takes no more than `SLACK` longer without them: their weights would
-    travel for little.
+    An expert's load is split into tasks. Each task is assigned to the rank that is predicted to be
+    free first among the ranks with this expert. Experts on a single rank are assigned first, and
+    the others follow by decreasing load, so that small loads fill the remaining gaps. Replicas of
+    the smallest loads are omitted as long as the busiest rank needs at most `SLACK` longer without
+    them, because sending their weights would not pay off.
 
     Args:
         loads: rows by expert, not all zero.
-        speeds: rows per second of the ranks, any unit.
+        placed: ranks of each expert.
+        speeds: rows per second of each rank, in any unit.
     """
     holders = {e: frozenset(placed.holders(e)) for e in placed.physical}
     several = sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (loads[e], e))
     best = _wired(loads, holders, speeds)
     most = _busiest(best, loads, speeds) * (1 + SLACK)
-    low, high = 0, len(several)  # replicas of the first `low` are not needed
+    low, high = 0, len(several)  # replicas of the first `low` experts are not needed
     while low < high:
         middle = (low + high + 1) // 2
         fewer = {**holders, **{e: frozenset({e // _local(loads, speeds)})
@@ -62,7 +64,7 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
 
 
 def _local(loads: Loads, speeds: Sequence[float]) -> int:
-    """Experts that a rank stores."""
+    """Return the number of experts that a rank stores."""
     return len(loads) // len(speeds)
 
 
@@ -73,17 +75,17 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
             busy[min(ranks)] += loads[expert] / speeds[min(ranks)]
     shares: dict[int, dict[int, float]] = {}
     for expert in sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (-loads[e], e)):
-        tasks, given = max(1, math.ceil(loads[expert] / task)), Counter[int]()
+        tasks, tasks_by_rank = max(1, math.ceil(loads[expert] / task)), Counter[int]()
         for _ in range(tasks):
             rank = min(holders[expert], key=lambda w: (busy[w], w))
             busy[rank] += loads[expert] / tasks / speeds[rank]
-            given[rank] += 1
-        shares[expert] = {rank: given[rank] / tasks for rank in sorted(given)}
+            tasks_by_rank[rank] += 1
+        shares[expert] = {rank: tasks_by_rank[rank] / tasks for rank in sorted(tasks_by_rank)}
     return shares
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Time of the busiest rank, in rows of a rank of speed 1."""
+    """Return the time of the busiest rank, in units of one row on a rank of speed 1."""
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -93,7 +95,10 @@ def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
 
 def evenest(maps: Sequence[ReplicaMap], loads: Loads,
             speeds: Sequence[float]) -> tuple[ReplicaMap, Shares]:
-    """The map whose busiest rank takes least, the first of those within `SLACK`; its shares."""
+    """Return the map with the least time of the busiest rank, and its shares.
+
+    Of all maps whose time is within `SLACK` of the least time, the first one is returned.
+    """
     shares = [wired_shares(loads, placed, speeds) for placed in maps]
     times = [_busiest(one, loads, speeds) for one in shares]
     return next((placed, one) for placed, one, seconds in zip(maps, shares, times, strict=True)
@@ -101,17 +106,17 @@ def evenest(maps: Sequence[ReplicaMap], loads: Loads,
 
 
 class StandingReplicas:
-    """The replicas of one layer's experts, the same on all ranks.
+    """Replicas of one layer's experts. All ranks compute the same replicas.
 
     Args:
-        ranks: W.
-        costs: of a call, see `spill`.
-        guests: experts that a rank may borrow.
-        every: steps from one placement to the next.
+        ranks: W, the number of ranks.
+        costs: modelled costs of a call, see `spill.SpillCosts`.
+        guests: number of experts that a rank may borrow.
+        every: number of steps between placements.
 
     Attributes:
-        placed: who has what; None: nothing is replicated.
-        shares: see `Shares`.
+        placed: experts of each rank. None means that no expert is replicated.
+        shares: share of rows by replicated expert and by rank.
     """
 
     def __init__(self, ranks: int, costs: SpillCosts, guests: int, every: int) -> None:
@@ -122,7 +127,7 @@ class StandingReplicas:
         self._calls = self._steps = 0
 
     def plan(self, counts_WV: Counts) -> SpillPlan | None:
-        """The plan of a call; None: every rank computes its own experts' rows."""
+        """Return the plan of a call, or None if every rank computes its own experts' rows."""
         if not self.shares:
             return None
         amounts = {}
@@ -134,21 +139,22 @@ class StandingReplicas:
         return SpillPlan(counts_WV, amounts)
 
     def add(self, counts_WV: Counts) -> None:
-        """Count the loads of a call in training."""
+        """Add the loads of a training call."""
         self._calls += 1
         loads = [sum(column) for column in zip(*counts_WV, strict=True)]
         before = self._loads or [0] * len(loads)
         self._loads = [a + b for a, b in zip(before, loads, strict=True)]
 
     def finish_step(self) -> bool:
-        """Count a step; whether `place` is due."""
+        """Count a step and return whether `place` is due."""
         self._steps += 1
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Place replicas by the mean load since the last time, if that saves time.
+        """Place replicas according to the mean load since the last placement, if that saves time.
 
-        speeds: of the ranks, in any unit; None: all alike.
+        Args:
+            speeds: speeds of the ranks, in any unit. Defaults to equal speeds.
         """
         loads, calls = self._loads, self._calls
         self._loads, self._calls = [], 0
@@ -157,7 +163,7 @@ class StandingReplicas:
             return
         pace = [1.0] * self.ranks if speeds is None else [s / max(speeds) for s in speeds]
         local = len(loads) // self.ranks
-        # of a mean call, as if every rank had the same tokens
+        # rows of a mean call, assuming that every rank has the same tokens
         mean_WV = [[round(load / calls / self.ranks) for load in loads]] * self.ranks
         lent = plan_spill(mean_WV, self.costs, "least_loaded", self.guests,
                           None if speeds is None else pace)
@@ -177,13 +183,16 @@ class StandingReplicas:
             self.shares = {}
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return the state as plain values, for a checkpoint."""
         return {"ranks": self.ranks, "steps": self._steps, "calls": self._calls,
                 "loads": self._loads, "slots": None if self.placed is None else self.placed.logical,
                 "shares": {e: dict(given) for e, given in self.shares.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on as an earlier run; where it had other ranks, placement begins again."""
+        """Continue with the state of an earlier run.
+
+        A state with another number of ranks is ignored, and placement starts again.
+        """
         if state.get("ranks") != self.ranks:
             return
         self._steps, self._calls = state["steps"], state["calls"]

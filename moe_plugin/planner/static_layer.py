@@ -1,9 +1,9 @@
-"""A static layer to compare with: fixed layout, no overlap, dispatch by dense matmuls (GShard).
+"""A static reference layer: fixed layout, no overlap, dispatch by dense matrix products (GShard).
 
-With S tokens per rank, E experts and C = k ceil(S / E) slots, dispatch and combine are matmuls with
-an [S, E, C] mask: 2 S E C M FLOPs each, about 2 k S^2 M for any E. Forward has two, backward three
-(the dispatch mask has no gradient), and each reads or writes the mask. The all-to-all is linear and
-does not overlap.
+With S tokens per rank, E experts and C = k ceil(S / E) slots, dispatch and combine are matrix
+products with an [S, E, C] mask. Each product needs 2 S E C M FLOPs, which is about 2 k S^2 M for
+any E. Forward has two of these products and backward has three, because the dispatch mask has no
+gradient. Each product reads or writes the mask. The all-to-all is linear and does not overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK_BYTES = 4
 
 
 def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float:
-    """Seconds of forward and backward of the static layer; r = S, d = 1."""
+    """Return the forward and backward seconds of the static layer, with r = S and d = 1."""
     slots = shape.top_k * math.ceil(shape.tokens / shape.experts)
     mask = float(shape.tokens) * shape.experts * slots
     dispatch = device.matmul_s(shape.tokens, 2 * mask * shape.row_dim, mask * MASK_BYTES)
@@ -40,12 +40,16 @@ def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """One number of ranks.
+    """Predicted times for one number of ranks.
 
     Attributes:
-        static_s: the static layer.
-        plain_s: sparse dispatch, r = S, d = 1, linear.
-        r_alone_s, d_alone_s, all_s: `plain_s` with r, d, or everything adapted.
+        ranks: number of ranks.
+        static_s: seconds of the static layer.
+        plain_s: seconds with sparse dispatch, r = S, d = 1 and the linear all-to-all.
+        r_alone_s: seconds if only r is adapted, compared with `plain_s`.
+        d_alone_s: seconds if only d is adapted, compared with `plain_s`.
+        all_s: seconds if r, d and the all-to-all algorithm are adapted.
+        choice: the layout with `all_s`.
     """
 
     ranks: int
@@ -58,18 +62,21 @@ class ScaleRow:
 
     @property
     def speedup(self) -> float:
-        """Everything adapted over static."""
+        """Speed-up of the fully adapted layer over the static layer."""
         return self.static_s / self.all_s
 
 
 def scale_table(shape: LayerShape, cluster: Cluster, device: Device, nodes: Sequence[int],
                 experts_per_rank: float = 1.0) -> list[ScaleRow]:
-    """The layer on several numbers of nodes; load and experts per rank are constant."""
+    """Return the times of the layer on several numbers of nodes.
+
+    The load per rank and the number of experts per rank are constant.
+    """
     rows = []
     for count in nodes:
-        here = cluster.resized(count)
-        experts = max(1, round(here.ranks * experts_per_rank))
-        rows.append(_scale_row(dataclasses.replace(shape, experts=experts), here, device))
+        resized = cluster.resized(count)
+        experts = max(1, round(resized.ranks * experts_per_rank))
+        rows.append(_scale_row(dataclasses.replace(shape, experts=experts), resized, device))
     return rows
 
 
@@ -90,11 +97,11 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
-    """The table as text: times, and the gain of each adaptation over the plain layer."""
+    """Format the table with times, and the gain of each adaptation over the plain layer."""
     lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
              f"{'all':>9}{'static/all':>11}  layout"]
     for row in rows:
         gains = f"{row.plain_s / row.r_alone_s:8.2f}x{row.plain_s / row.d_alone_s:8.2f}x"
         lines.append(f"{row.ranks:6}{show_time(row.static_s):>11}{show_time(row.plain_s):>10}{gains}"
-                     f"{show_time(row.all_s):>9}{row.speedup:10.2f}x  {row.choice.label}")
+                     f"{show_time(row.all_s):>9}{row.speedup:10.2f}x  {row.choice.words}")
     return "\n".join(lines)

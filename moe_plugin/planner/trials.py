@@ -1,15 +1,16 @@
-"""Decisions from noisy times: one mechanism for all that measures and then chooses.
+"""Decisions from noisy times: the common mechanism for measuring candidates and choosing one.
 
-Pure Python: it is told what is tried and which time that took, and reads no clock. Candidates are
-tried in rounds, one call of each, so that what disturbs the machine disturbs all of them. Two
-candidates are compared by the quotients of their times of the same round, whose median is the
-difference and whose distance without a third of outliers is the spread, or by their smallest times,
-whichever has less spread. A candidate is taken where it gains more than the spread; else the
-present one stays. While candidates cannot be
-told apart, there are more rounds, up to a bound; those that are far behind take part in no more.
+This module is pure Python and reads no clock: callers report the candidates that were tried and the
+times that were measured. Candidates are tried in rounds, one call per candidate, so that a
+disturbance of the machine affects all candidates. Two candidates are compared by the quotients of
+their times in the same rounds. The median of the quotients is the difference, and their range
+without a third of outliers is the spread. The candidates are also compared by their smallest times,
+and the comparison with the smaller spread counts. A candidate is chosen if it gains more than the
+spread, and otherwise the present choice remains. As long as candidates cannot be distinguished,
+more rounds follow, up to a bound. Candidates that are far behind are excluded from further rounds.
 
-A choice that was made is checked by a round now and then (`Checks`). Numbers that are no
-candidates, such as seconds for a planner, come from steps that agree (`Steady`).
+Choices are checked by an occasional round (`Checks`). Numbers that are not candidates, such as
+seconds for a planner, are measured in steps until the steps agree (`Steady`).
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from typing import Generic, NamedTuple, TypeVar
 
 Choice = TypeVar("Choice", bound=Hashable)
 FIRST_CHECK, CHECK_GROWTH, LAST_CHECK = 16, 3, 2048  # calls between two checks
-FEW_ROUNDS = 3  # of so many rounds the spread counts twice
-# of the seconds that were measured: a later step that takes less shows that the machine was busy
+FEW_ROUNDS = 3  # with this number of rounds the spread counts twice
+# If a later step takes less than this share of the measured seconds, the machine was busy while
+# the seconds were measured.
 BUSY = 0.7
-NEVER_COME = 8  # calls without a time, after which the times of a round come no more
+NEVER_COME = 8  # calls without a time after which a round stops waiting for times
 
 
 class PairedComparison(NamedTuple):
-    """How a candidate's time differs from another's: logarithms of their quotient.
+    """Difference between the times of two candidates, as logarithms of the quotient of their times.
 
     Attributes:
-        middle: below 0: the first is faster.
-        spread: of the quotients that are no outliers half of the distance between the extremes, or
-            of each one's smallest time the distance to the next; more of it for few rounds, which
-            may be alike by chance.
-        rounds: in which both have a time.
+        middle: logarithm of the quotient, which is negative if the first candidate is faster.
+        spread: uncertainty of `middle`, which is half of the range of the quotients without
+            outliers, or the distances between each candidate's smallest and second smallest time.
+            Few rounds may agree by chance, so the spread of few rounds is increased.
+        rounds: number of rounds in which both candidates have a time.
     """
 
     middle: float
@@ -46,8 +48,15 @@ class PairedComparison(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]], smallest: bool = True) -> PairedComparison:
-        """From the two times of each round, by their quotients or, with `smallest`, by the smallest
-        times if that has less spread. Of less than two rounds no spread is known: infinity.
+        """Compare two candidates by their times in each round.
+
+        Args:
+            pairs: the two times of each round.
+            smallest: whether to use the smallest times if their spread is smaller. Defaults to
+                True.
+
+        Returns:
+            The comparison. With fewer than two rounds the spread is infinity.
         """
         rounds, logs = len(pairs), sorted(math.log(one / other) for one, other in pairs)
         if rounds < 2:
@@ -61,25 +70,28 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Whether the first saves this part of the other's time, whatever the spread."""
+        """Return whether the first candidate certainly saves this part of the other's time."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Whether it cannot save as much."""
+        """Return whether the first candidate certainly saves less than this part."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContestRules:
-    """When candidates are told apart.
+    """Rules that decide when candidates are distinguished.
 
     Attributes:
-        warm_up: rounds at the beginning whose times do not count.
-        least, most: rounds before a decision, and those that one is made from.
-        gain: part of the present choice's time that another one must save.
-        behind: a candidate that twice took more than this factor of the fastest is tried no more.
-        ordered: a candidate must gain as much over every earlier one, too.
-        smallest: the smallest times may decide; not where a candidate is fast now and then.
+        warm_up: number of rounds at the beginning whose times are ignored.
+        least: smallest number of rounds before a decision.
+        most: number of latest rounds on which a decision is based.
+        gain: part of the present choice's time that another candidate must save.
+        behind: factor of the fastest candidate's time. A candidate is excluded if it took longer
+            than this factor allows in all of its rounds, at least two.
+        ordered: whether a candidate must achieve the gain over every earlier candidate as well.
+        smallest: whether comparisons may use the smallest times. The smallest times are not
+            suitable if a candidate is only occasionally fast.
     """
 
     warm_up: int = 0
@@ -92,13 +104,13 @@ class ContestRules:
 
 
 class Decision(NamedTuple, Generic[Choice]):
-    """What a contest says.
+    """Result of a contest.
 
     Attributes:
-        choice: to take.
-        sure: whether each candidate surely gains or surely does not; else it is the one that was
-            there, or the best of those that surely gain.
-        open: candidates that more rounds could tell apart.
+        choice: candidate to use.
+        sure: whether each candidate certainly gains or certainly does not. If False, the choice is
+            the present candidate, or the best candidate that certainly gains.
+        open: candidates that more rounds could distinguish.
     """
 
     choice: Choice
@@ -110,14 +122,15 @@ class Contest(Generic[Choice]):
     """The rounds of one decision.
 
     Args:
-        choices: the candidates, the preferred first.
-        current: the one that is there.
-        rules: see `ContestRules`.
-        cold: candidates whose first time does not count, because their first call costs more.
+        choices: candidates, the preferred candidate first.
+        current: the present choice.
+        rules: rules of the decision.
+        cold: candidates whose first time is ignored because their first call is more expensive.
 
     Attributes:
-        rounds: times that count, by round, the latest last.
-        behind, failed: candidates that are far behind, and that could not run.
+        rounds: counted times of each round, the latest round last.
+        behind: candidates that are far behind.
+        failed: candidates that could not run.
     """
 
     def __init__(self, choices: Sequence[Choice], current: Choice, rules: ContestRules,
@@ -131,41 +144,41 @@ class Contest(Generic[Choice]):
         self._queue: deque[Choice] = deque()
         self._awaited: list[Choice] = []
         self._round: dict[Choice, float] = {}
-        self._first: dict[Choice, float] = {}  # of this round, times that do not count
+        self._first: dict[Choice, float] = {}  # times of this round that are not counted
         self._factors: dict[Choice, list[float]] = {c: [] for c in choices}
         self._idle = self._empty = 0
 
     @property
     def running(self) -> bool:
-        """Whether trials of a round, or their times, are still to come."""
+        """Whether trials of the round, or their times, are pending."""
         return bool(self._queue or self._awaited)
 
     @property
     def trying(self) -> bool:
-        """Whether trials of this round are still to be made."""
+        """Whether trials of this round are pending."""
         return bool(self._queue)
 
     @property
     def given_up(self) -> bool:
-        """Whether times never come."""
+        """Whether no times arrive, or no candidate is left."""
         return self._empty > 1 or not self.alive()
 
     def contenders(self) -> list[Choice]:
-        """Candidates of the next round."""
+        """Return the candidates of the next round."""
         if not self.rounds:
             return self.alive()
         return [c for c in self.alive() if c in (self.base(), *self.decide().open)]
 
     def alive(self) -> list[Choice]:
-        """Candidates that can run and are not far behind."""
+        """Return the candidates that can run and are not far behind."""
         return [c for c in self.choices if c not in self.behind | self.failed]
 
     def begin(self, *, check: bool = False, every: bool = False) -> None:
-        """Begin a round of the candidates that are to be told apart.
+        """Begin a round of the candidates that have to be distinguished.
 
         Args:
-            check: the round has all candidates that are not far behind.
-            every: it also has those that are far behind.
+            check: whether the round includes all candidates that are not far behind.
+            every: whether the round also includes candidates that are far behind.
         """
         if every:
             self.behind.clear()
@@ -174,27 +187,35 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """The next candidate to be tried; its time is awaited."""
+        """Return the next candidate to try, and expect its time in a call of `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
         return choice
 
     def wait(self) -> None:
-        """A call passes in which no time has come; after some the round ends without them."""
+        """Record a call in which no time arrived. The round ends after several of these calls."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()
             self._end_round()
 
     def repeat(self, choice: Choice) -> None:
-        """The time of a trial says nothing: it is made again."""
+        """Schedule a trial again because its time is not meaningful."""
         if choice in self._awaited:
             self._awaited.remove(choice)
             self._queue.append(choice)
 
     def add(self, choice: Choice, seconds: float) -> bool:
-        """The time of a trial; infinity: it could not run. Whether it was awaited."""
+        """Record the time of a trial.
+
+        Args:
+            choice: the candidate.
+            seconds: measured seconds, or infinity if the candidate could not run.
+
+        Returns:
+            Whether a time of this candidate was expected.
+        """
         if choice not in self._awaited:
             return False
         self._awaited.remove(choice)
@@ -223,28 +244,30 @@ class Contest(Generic[Choice]):
                 self.behind.add(choice)
 
     def compare(self, one: Choice, other: Choice) -> PairedComparison:
-        """The times of two candidates, by the rounds in which both have one."""
+        """Compare two candidates over the rounds in which both have a time."""
         return PairedComparison.of([(times[one], times[other]) for times in self.rounds
                             if one in times and other in times], self.rules.smallest)
 
     def base(self) -> Choice:
-        """What others must beat: the present choice, or where it is far behind or has no time the
-        first that has one.
+        """Return the candidate that others must beat.
+
+        The candidate to beat is the present choice. If the present choice is far behind or has no
+        time, the first candidate with a time is returned.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]
 
     def decide(self) -> Decision[Choice]:
-        """What the rounds so far say."""
+        """Return the decision that follows from the rounds so far."""
         rules, base = self.rules, self.base()
         if self.given_up:
             return Decision(base, False, ())
         winners, unclear = [], []
         for c in self.alive():
-            found = self.compare(c, base)
-            if c != base and found.rounds >= rules.least and found.faster(rules.gain):
+            versus = self.compare(c, base)
+            if c != base and versus.rounds >= rules.least and versus.faster(rules.gain):
                 winners.append(c)
-            elif c != base and (found.rounds < rules.least or not found.not_faster(rules.gain)):
+            elif c != base and (versus.rounds < rules.least or not versus.not_faster(rules.gain)):
                 unclear.append(c)
         best, least = base, math.log1p(-rules.gain) if rules.ordered else 0.0
         for c in winners:
@@ -258,32 +281,37 @@ class Contest(Generic[Choice]):
         return Decision(best, not unclear, still)
 
     def factor(self, choice: Choice) -> float:
-        """How many times as long as the fastest one a candidate took, at least."""
+        """Return a lower bound of a candidate's time relative to the fastest candidate."""
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:
-        """What it costs to try those that are far behind again: in times of the fastest."""
+        """Return the cost of trying all excluded candidates again, in times of the fastest one."""
         return sum(self.factor(c) - 1 for c in self.behind)
 
     def take_behind(self, factors: Mapping[Choice, float]) -> None:
-        """Candidates that are known to be far behind, and how far."""
+        """Exclude candidates that are known to be far behind.
+
+        Args:
+            factors: time of each candidate relative to the fastest candidate.
+        """
         for choice in self._factors.keys() & factors.keys():
             self.behind.add(choice)
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Whether by the latest round alone another candidate is faster than the present one."""
+        """Return whether another candidate is faster than the present choice in the latest round.
+        """
         times = self.rounds[-1] if self.rounds else {}
-        mine = times.get(self.current)
-        return mine is not None and any(
-            seconds < (1 - self.rules.gain) * mine for seconds in times.values())
+        current_s = times.get(self.current)
+        return current_s is not None and any(
+            seconds < (1 - self.rules.gain) * current_s for seconds in times.values())
 
     def start_again(self) -> None:
-        """Nothing counts but the latest round."""
+        """Discard all rounds but the latest."""
         self.rounds = self.rounds[-1:]
 
     def seconds(self) -> dict[Choice, float]:
-        """Each candidate's time: the median of its rounds."""
+        """Return the median time of each candidate over the rounds."""
         every: dict[Choice, list[float]] = {}
         for times in self.rounds:
             for choice, seconds in times.items():
@@ -291,44 +319,46 @@ class Contest(Generic[Choice]):
         return {c: statistics.median(every[c]) for c in self.choices if c in every}
 
     def spread(self) -> float:
-        """Of the present choice's comparisons, the widest that is known; 0: none."""
-        found = (self.compare(c, self.current) for c in self.alive() if c != self.current)
-        return max((one.spread for one in found if one.rounds > 1), default=0.0)
+        """Return the widest known spread of comparisons with the present choice, or 0."""
+        comparisons = (self.compare(c, self.current) for c in self.alive() if c != self.current)
+        return max((one.spread for one in comparisons if one.rounds > 1), default=0.0)
 
 
 @dataclass
 class Checks:
-    """When a choice that was made is checked: soon, then more and more seldom.
+    """Intervals at which a choice is checked: frequent at first, then less and less frequent.
 
     Attributes:
-        calls: since the last check.
-        interval: calls from one check to the next.
+        calls: number of calls since the last check.
+        interval: number of calls between two checks.
     """
 
     calls: int = 0
     interval: int = FIRST_CHECK
 
     def due(self) -> bool:
-        """Whether it is time for a check."""
+        """Return whether a check is due."""
         return self.calls >= self.interval
 
     def agreed(self) -> None:
-        """A check, or an exploration, is over, and has changed nothing."""
+        """Record that a check or an exploration ended without changing the choice."""
         self.calls, self.interval = 0, min(CHECK_GROWTH * self.interval, LAST_CHECK)
 
     def changed(self) -> None:
-        """The choice is a new one."""
+        """Record that the choice has changed."""
         self.calls, self.interval = 0, FIRST_CHECK
 
 
 @dataclass
 class Steady:
-    """Numbers that are measured as a whole in a step, such as the seconds of all blocks, until
-    steps agree: the two smallest sums of one kind differ by no more than `within`.
+    """Numbers that are measured together in a step, such as the seconds of all blocks.
+
+    Steps are measured until the two smallest sums differ by at most `within`.
 
     Attributes:
-        within: relative difference of sums that agree.
-        least, most: steps.
+        within: largest relative difference of sums that agree.
+        least, most: smallest and largest number of steps.
+        steps: numbers measured in each step.
     """
 
     within: float = 0.1
@@ -337,7 +367,7 @@ class Steady:
     steps: list[Mapping[Hashable, float]] = field(default_factory=list)
 
     def add(self, numbers: Mapping[Hashable, float]) -> None:
-        """What a step measured."""
+        """Add the numbers measured in a step."""
         self.steps.append(dict(numbers))
 
     @property
@@ -345,18 +375,18 @@ class Steady:
         """Whether no further step is needed."""
         if len(self.steps) < self.least:
             return False
-        one, *others = sorted(sum(step.values()) for step in self.steps)
+        least, *others = sorted(sum(step.values()) for step in self.steps)
         return (len(self.steps) >= self.most or not others
-                or others[0] <= (1 + self.within) * one)
+                or others[0] <= (1 + self.within) * least)
 
     def best(self) -> dict[Hashable, float]:
-        """The smallest of each number: what disturbs a step adds to its times."""
+        """Return the smallest value of each number, because disturbances only add to times."""
         keys = dict.fromkeys(key for step in self.steps for key in step)
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Whether a later step took so much less that these were measured in a bad moment."""
+        """Return whether a later step was so fast that the measured steps must be disturbed."""
         known = self.best()
-        mine = sum(known[key] for key in numbers if key in known)
-        return sum(numbers[key] for key in numbers if key in known) < BUSY * mine
+        known_s = sum(known[key] for key in numbers if key in known)
+        return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s
 

@@ -1,4 +1,4 @@
-"""Parses and formats sizes, rates, times and grids."""
+"""Read the planner's YAML records, and parse and format sizes, rates, times and grids."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from typing import Any, TypeVar
 from moe_plugin.utils.messages import cut, short
 from moe_plugin.utils.yaml_file import read_yaml
 
-# Records of the planner from YAML files: clusters, devices, models.
+# Type of a planner record that is read from a YAML file: a cluster, a device or a model.
 T = TypeVar("T")
 
 
 def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Plain nested values as a dataclass of type `kind`.
+    """Convert plain nested values to a dataclass of type `kind`.
 
     Args:
-        kind: a dataclass; OmegaConf converts values to the types of its fields.
-        where: what errors call the values.
-    Raises: ValueError: unknown keys, missing or wrong values.
+        kind: a dataclass. OmegaConf converts the values to the types of its fields.
+        values: field values by name. Nested dataclasses are nested mappings.
+        where: name of the values in error messages.
+
+    Raises:
+        ValueError: if a key is unknown, or a value is missing or invalid.
     """
-    from omegaconf import OmegaConf  # slow to import, and many programs read no such file
+    # imported late, because OmegaConf loads slowly and many programs read no such file
+    from omegaconf import OmegaConf
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
     schema = OmegaConf.structured(kind)
@@ -35,17 +39,17 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     except ConfigKeyError as error:
         known = ", ".join(f.name for f in fields(error.object_type or kind))
         raise ValueError(
-            f"{where}: unknown key {short(error.full_key)}; known keys: {known}") from error
+            f"{where}: unknown key {short(error.full_key)}. Known keys: {known}") from error
     except OmegaConfBaseException as error:
         reason = cut(str(error).split("\n")[0])
         raise ValueError(f"{where}: {error.full_key} {reason}; correct the file") from error
-    # out of the bounds of the record; OmegaConf converts as Python does: integers beyond floats
+    # the record rejects the value, or OmegaConf cannot convert an integer that exceeds floats
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{where}: {cut(str(error), 600)}") from error
 
 
 def _make_writable(schema: Any) -> None:
-    """Frozen dataclasses are read-only schemas, and so are those inside them."""
+    """Make a schema writable, including nested schemas: frozen dataclasses become read-only."""
     from omegaconf import DictConfig, OmegaConf
 
     OmegaConf.set_readonly(schema, False)
@@ -59,9 +63,13 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
     """Read a YAML file into a dataclass of type `kind`.
 
     Args:
-        what: what errors call the file, e.g. "cluster file".
-        remedy: what they recommend.
-    Raises: ValueError: the file cannot be read, or its values do not fit.
+        kind: the dataclass.
+        path: path of the YAML file.
+        what: name of the file type in error messages, such as "cluster file".
+        remedy: advice in error messages.
+
+    Raises:
+        ValueError: if the file cannot be read, or its values do not fit the dataclass.
     """
     return record(kind, read_yaml(path, what, remedy), f"{what} {short(str(path))}")
 
@@ -74,46 +82,52 @@ _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_size(text: str) -> int:
-    """Bytes: `64KiB`, `1MiB`, `100kB`, `512`."""
+    """Parse a size in bytes, such as `64KiB`, `1MiB`, `100kB` or `512`."""
     return int(_parse(text, _SIZES, "b", "a size such as 64KiB or 1MiB"))
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second: `200mbit`, `1gbit`."""
+    """Parse a rate in bits per second, such as `200mbit` or `1gbit`."""
     return _parse(text, _RATES, "bit", "a rate such as 200mbit or 1gbit")
 
 
 def parse_time(text: str) -> float:
-    """Seconds: `1ms`, `500us`, `2s`."""
+    """Parse a time in seconds, such as `1ms`, `500us` or `2s`."""
     return _parse(text, _TIMES, "s", "a time such as 1ms or 500us")
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """Nodes and ranks per node: `8x4`."""
+    """Parse a grid of nodes and ranks per node, such as `8x4`."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text.strip())
     if not match:
-        raise ValueError(f"{short(text)} is not a grid; write nodes x ranks per node, each from 1 "
-                         "to 999999, e.g. 8x4")
+        raise ValueError(f"{short(text)} is not a grid. Write nodes x ranks per node, "
+                         "each from 1 to 999999, e.g. 8x4")
     return int(match[1]), int(match[2])
 
 
 def parse_counts(name: str, text: str, example: str) -> list[int]:
-    """Numbers >= 1 with commas between them: `1,2,4`. name: of the option, for errors."""
+    """Parse comma-separated whole numbers >= 1, such as `1,2,4`.
+
+    Args:
+        name: name of the option in error messages.
+        text: the text to parse.
+        example: valid text that error messages show.
+    """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= len(word.strip()) <= 9 and int(word)
                for word in words):
-        raise ValueError(f"{name} {short(text)} must be whole numbers from 1 to 999999999 with "
-                         f"commas, e.g. {example}")
+        raise ValueError(f"{name} {short(text)} must be whole numbers from 1 to 999999999, "
+                         f"separated by commas, e.g. {example}")
     return [int(word) for word in words]
 
 
 def show_size(size: float) -> str:
-    """Bytes as text, three digits: `512 B`, `64 KiB`, `1.33 MiB`, `1,250 GiB`."""
+    """Format bytes with three digits: `512 B`, `64 KiB`, `1.33 MiB`, `1,250 GiB`."""
     return _shown(size, (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)))
 
 
 def show_time(seconds: float) -> str:
-    """Seconds as text, three digits: `12.3 us`, `4.5 ms`, `26 s`, `4.33 min`, `2,100 h`."""
+    """Format seconds with three digits: `12.3 us`, `4.5 ms`, `26 s`, `4.33 min`, `2,100 h`."""
     if seconds == 0:
         return "0 s"
     return _shown(seconds,
@@ -121,7 +135,7 @@ def show_time(seconds: float) -> str:
 
 
 def show_change(seconds: float) -> str:
-    """A difference of times as text, with its sign: `+4.5 ms`, `-26 s`."""
+    """Format a time difference with its sign: `+4.5 ms`, `-26 s`."""
     return ("+" if seconds >= 0 else "") + show_time(seconds)
 
 
@@ -132,7 +146,7 @@ def _shown(value: float, units: Sequence[tuple[str, float]]) -> str:
         shown = _three(value / factor)
         if abs(float(shown.replace(",", ""))) < round(above / factor):
             return f"{shown} {unit}"
-        value = math.copysign(max(above, abs(value)), value)  # 999.6 us are 1 ms, and not 1,000 us
+        value = math.copysign(max(above, abs(value)), value)  # show 999.6 us as 1 ms
     unit, factor = units[-1]
     return f"{_three(value / factor)} {unit}"
 

@@ -1,11 +1,12 @@
-"""Which worker computes which part of a batch, so that few wrong workers spoil few parts.
+"""Assignments of batch parts to workers that limit the damage of faulty workers.
 
 Source: ByzShield, Konstantinidis and Ramamoorthy 2021.
 
-A batch is split into f files, each computed by r workers (r odd), l files by each of K workers: K l
-= f r. Of a file the answer of most workers counts. q wrong workers spoil a file if (r + 1) / 2 of
-its r workers are among them; c(q) is the largest number of files that any q workers spoil, c(q) / f
-the fraction. The assignments differ in how much the files of two workers overlap.
+A batch is split into f files. Each file is computed by r workers (r odd), and each of the K workers
+computes l files, so K l = f r. For each file, the answer given by the majority of its workers is
+used. A file is distorted if at least (r + 1) / 2 of its workers are among the q faulty workers.
+c(q) is the largest number of files that any q workers can distort, and c(q) / f is the distorted
+fraction. The assignments differ in how many files two workers share.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assignment:
-    """Files by worker.
+    """The files of each worker.
 
     Attributes:
-        name: of the scheme.
-        files: of each worker, ascending.
-        classes: runs of this many workers have no file in common, and files can be renamed so
-            that any worker of one class takes the place of its first, and then any worker of a
-            second class that of its first while all of the first class stay; 1: nothing is
+        name: name of the scheme.
+        files: files of each worker, in ascending order.
+        classes: number of consecutive workers that form a class. Workers of a class share no file,
+            and they are interchangeable: renaming the files can map any worker to the first worker
+            of its class. After that, any worker of a second class can be mapped to the first worker
+            of the second class while the first class stays fixed. 1 means that no symmetry is
             known.
     """
 
@@ -33,32 +35,32 @@ class Assignment:
 
     @property
     def workers(self) -> int:
-        """K."""
+        """K, the number of workers."""
         return len(self.files)
 
     @property
     def count(self) -> int:
-        """f."""
+        """f, the number of files."""
         return max(map(max, self.files)) + 1
 
     @property
     def copies(self) -> int:
-        """r."""
+        """r, the number of workers per file."""
         return sum(map(len, self.files)) // self.count
 
     @property
     def workers_of(self) -> tuple[tuple[int, ...], ...]:
-        """Workers by file, ascending."""
-        return tuple(tuple(w for w, mine in enumerate(self.files) if file in mine)
+        """Workers of each file, in ascending order."""
+        return tuple(tuple(w for w, files in enumerate(self.files) if file in files)
                      for file in range(self.count))
 
     def spoiled(self, wrong: Sequence[int]) -> int:
-        """Files of which most workers are wrong."""
+        """Return the number of files for which a majority of the workers is faulty."""
         need = self.copies // 2 + 1
         return sum(sum(w in wrong for w in workers) >= need for workers in self.workers_of)
 
     def worst(self, most: int) -> list[int]:
-        """c(0), c(1), ... c(most), exact."""
+        """Return the exact values c(0), c(1), ... c(most)."""
         return _Worst(self, most).best
 
 
@@ -67,42 +69,49 @@ def _is_prime(value: int) -> bool:
 
 
 def mols(load: int, copies: int) -> Assignment:
-    """From mutually orthogonal Latin squares: K = r l workers, f = l^2 files.
+    """Return the assignment from mutually orthogonal Latin squares: K = r l workers, f = l^2 files.
 
-    Files are the cells (i, j) of an l x l square; worker (k, s) has those in which the square L_k,
-    k = 1..r, has the symbol s: k i + j = s mod l. Workers of different squares share one file.
+    Files are the cells (i, j) of an l x l square. Worker (k, s) has the files for which the square
+    L_k, k = 1..r, contains the symbol s: k i + j = s mod l. Two workers of different squares share
+    exactly one file.
 
     Args:
-        load: l, a prime.
-        copies: r, odd, at most l - 1.
-    Raises: ValueError: others.
+        load: l, a prime number.
+        copies: r, an odd number of at most l - 1.
+
+    Raises:
+        ValueError: if `load` or `copies` is not allowed.
     """
     _check_odd(copies)
     if not _is_prime(load) or copies > load - 1:
-        raise ValueError(f"load={load}, copies={copies} make no Latin squares: load must be a "
-                         "prime, copies at most load - 1")
+        raise ValueError(f"load={load}, copies={copies} do not define Latin squares. load must be "
+                         "a prime number, and copies must be at most load - 1")
     return Assignment("mols", tuple(
         tuple(i * load + (s - k * i) % load for i in range(load))
         for k in range(1, copies + 1) for s in range(load)), load)
 
 
 def ramanujan(prime: int, columns: int) -> Assignment:
-    """From Ramanujan bigraphs: blocks P^(a b) of powers of the s-cycle P, a < s, b < m.
+    """Return the assignment from Ramanujan bigraphs.
 
-    m < s (case 1, transposed): K = m s workers, f = s^2 files, l = s, r = m. s divides m (case 2):
-    K = s^2, f = m s, l = m, r = s.
+    The blocks of the bigraph are P^(a b) for powers of the s-cycle P, with a < s and b < m. For
+    m < s (case 1, transposed): K = m s workers, f = s^2 files, l = s, r = m. If s divides m
+    (case 2): K = s^2, f = m s, l = m, r = s.
 
     Args:
-        prime: s, a prime.
-        columns: m, less than s and odd, or a multiple of s (s odd).
-    Raises: ValueError: others.
+        prime: s, a prime number.
+        columns: m, either an odd number less than s, or a multiple of s (s odd).
+
+    Raises:
+        ValueError: if `prime` or `columns` is not allowed.
     """
     if not _is_prime(prime) or (columns >= prime and columns % prime) or columns < 1:
-        raise ValueError(f"prime={prime}, columns={columns} make no Ramanujan graph: prime must be "
-                         "one, columns less than it or a multiple")
+        raise ValueError(f"prime={prime}, columns={columns} do not define a Ramanujan graph. "
+                         "prime must be a prime number, and columns must be less than prime or a "
+                         "multiple of prime")
     one = columns < prime
     _check_odd(columns if one else prime)
-    # row (a, x) of the block matrix has a one in column (b, x + a b)
+    # row (a, x) of the block matrix has its entry 1 in column (b, x + a b)
     edges = [(a * prime + x, b * prime + (x + a * b) % prime)
              for a in range(prime) for x in range(prime) for b in range(columns)]
     pairs = [(column, row) for row, column in edges] if one else edges
@@ -114,7 +123,7 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
 
 def repetition(groups: int, copies: int) -> Assignment:
-    """Fractional repetition (DETOX, DRACO): r workers of each group compute the same file."""
+    """Return fractional repetition (DETOX, DRACO): all r workers of a group compute one file."""
     _check_odd(copies)
     if groups < 1:
         raise ValueError(f"groups={groups} must be >= 1")
@@ -122,62 +131,68 @@ def repetition(groups: int, copies: int) -> Assignment:
 
 
 def cyclic(workers: int, copies: int) -> Assignment:
-    """For few workers: as many files, each computed by `copies` workers in a row."""
+    """Return the cyclic assignment: K files, each computed by `copies` consecutive workers."""
     _check_odd(copies)
     if copies > workers:
-        raise ValueError(f"copies={copies} must be <= {workers} workers")
+        raise ValueError(f"copies={copies} is larger than the number of workers, {workers}")
     return Assignment("cyclic", tuple(
         tuple(sorted((w - back) % workers for back in range(copies))) for w in range(workers)))
 
 
 def assign(name: str, workers: int, copies: int) -> Assignment:
-    """The assignment of a name for this many workers, each file computed by `copies` of them.
+    """Return the named assignment for this number of workers, with `copies` workers per file.
 
-    name: cyclic, mols (load K / r), ramanujan (case 1 with s = K / r > r, case 2 with K = r^2) or
-        repetition.
-    Raises: ValueError: it does not exist; it says what must hold.
+    Args:
+        name: cyclic, mols (load K / r), ramanujan (case 1 with s = K / r > r, case 2 with K = r^2)
+            or repetition.
+        workers: K, the number of workers.
+        copies: r, the number of workers per file, an odd number.
+
+    Raises:
+        ValueError: if the assignment does not exist. The message states the condition.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)
     if name == "cyclic":
         return cyclic(workers, copies)
     if left:
-        raise ValueError(f"{name}: {workers} workers are no multiple of copies={copies}: start "
+        raise ValueError(f"{name}: {workers} workers are not a multiple of copies={copies}. Start "
                          "another number of ranks, or use cyclic")
     if name == "repetition":
         return repetition(load, copies)
     if name == "mols":
         return mols(load, copies)
     if load < copies:
-        raise ValueError(f"{name}: {workers} workers are fewer than copies^2={copies**2}: start "
-                         "more, or use cyclic")
+        raise ValueError(f"{name}: {workers} workers are fewer than copies^2={copies**2}. Start "
+                         "more ranks, or use cyclic")
     return ramanujan(load, copies)
 
 
 def _check_odd(copies: int) -> None:
     if copies < 1 or copies % 2 == 0:
-        raise ValueError(f"copies={copies} of a file cannot be outvoted: must be odd")
+        raise ValueError(f"copies={copies} must be an odd number >= 1, so that votes on a file "
+                         "have a majority")
 
 
 class _Worst:
-    """Exhaustive search for c(q), all q at once. best: c by q.
+    """Exhaustive search for all c(q) up to a largest q; the result is `best`, c by q.
 
-    Sets of workers grow in ascending order. Their votes are counted in one integer, a digit for
-    each file. Two things shorten it: a set is not continued if the workers that it may still take
-    cannot bring it above what is known; and since workers of a class are alike, the lowest member
-    of a set is tried only as the first of its class. (Not only as worker 0: workers of other
-    classes need not be like it.)
+    Sets of workers grow in ascending order. The votes of a set are counted in one integer, with one
+    digit for each file. Two rules shorten the search. First, a set is not extended if the remaining
+    workers cannot raise its result above the best known result. Second, workers of a class are
+    interchangeable, so only the first worker of a class is tried as the lowest member of a set.
+    Trying only worker 0 would be wrong, because classes need not be interchangeable.
     """
 
     def __init__(self, assignment: Assignment, most: int) -> None:
         self.workers, self.most = assignment.workers, most
         self.need = assignment.copies // 2 + 1
         self.bits = (2 * assignment.copies + 1).bit_length()
-        one = sum(1 << (self.bits * file) for file in range(assignment.count))
-        # adding this sets a digit's highest bit where votes suffice
-        self.offset = one * ((1 << (self.bits - 1)) - self.need)
-        self.high = one << (self.bits - 1)
-        self.masks = [sum(1 << (self.bits * file) for file in mine) for mine in assignment.files]
+        ones = sum(1 << (self.bits * file) for file in range(assignment.count))
+        # adding this offset sets the highest bit of each digit that has enough votes
+        self.offset = ones * ((1 << (self.bits - 1)) - self.need)
+        self.high = ones << (self.bits - 1)
+        self.masks = [sum(1 << (self.bits * file) for file in files) for files in assignment.files]
         self.load = max(map(len, assignment.files))
         self.within = self._reachable(assignment)
         self.best, self.run = [0] * (most + 1), assignment.classes
@@ -185,7 +200,7 @@ class _Worst:
             self._grow(self.masks[first], first, 1, True)
 
     def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
-        """Try every set that continues one. one_class: all its members are of one class."""
+        """Try every set that extends this one. one_class: whether all members are in one class."""
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled
@@ -198,33 +213,35 @@ class _Worst:
             self._grow(votes + self.masks[worker], worker, size + 1, False)
 
     def _reachable(self, assignment: Assignment) -> list[list[int]]:
-        """By worker and v: the files, as highest bits of their digits, that v later workers have.
+        """Return, by last worker and v, the files that at least v later workers have.
+
+        Files are encoded as the highest bits of their digits.
         """
-        found = []
+        reachable = []
         for last in range(self.workers):
             later = [sum(w > last for w in workers) for workers in assignment.workers_of]
-            found.append([sum(1 << (self.bits * file + self.bits - 1)
-                              for file, count in enumerate(later) if count >= v)
-                          for v in range(self.need + 1)])
-        return found
+            reachable.append([sum(1 << (self.bits * file + self.bits - 1)
+                                  for file, count in enumerate(later) if count >= v)
+                              for v in range(self.need + 1)])
+        return reachable
 
     def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
-        """Whether some larger set of this branch may spoil more files than is known.
+        """Return whether a larger set of this branch may distort more files than the best known.
 
-        n more workers have n l votes, and a file that lacks v votes takes v of them, if so many of
-        the later workers have it: the cheapest files first.
+        n more workers add n l votes. A file that lacks v votes uses v of these votes, if at least v
+        of the later workers have it. The files that lack fewest votes are counted first.
         """
         lacking = [0] * (self.need + 1)
-        one, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high
+        ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high
         for v in range(1, self.need + 1):
-            reach = (votes + self.offset + one * v) & self.high
+            reach = (votes + self.offset + ones * v) & self.high
             lacking[v] = (reach & ~below & within[v]).bit_count()
             below = reach
         for more in range(1, self.most - size + 1):
             left, gain = more * self.load, 0
             for v in range(1, min(more, self.need) + 1):
-                taken = min(lacking[v], left // v)
-                gain, left = gain + taken, left - taken * v
+                added = min(lacking[v], left // v)
+                gain, left = gain + added, left - added * v
             if spoiled + gain > self.best[size + more]:
                 return True
         return False

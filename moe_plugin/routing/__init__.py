@@ -1,4 +1,4 @@
-"""Routers, balance losses and capacity."""
+"""Routers, balance losses and expert capacity."""
 
 from moe_plugin.kernels.scores import ScoreFunction, score_functions
 from moe_plugin.routing import registry
@@ -38,7 +38,8 @@ from moe_plugin.routing.several_routers import (
     router_selections,
 )
 
-routers = registry.routers  # the registry; the package of this name holds its members
+# This assignment shadows the subpackage `routing.routers`, which contains the registered classes.
+routers = registry.routers
 
 __all__ = [
     "BASERouter", "CosineRouter", "DenseToSparseRouter", "ExpertChoiceRouter", "GShardRouter",

@@ -1,4 +1,8 @@
-"""`RoutingCall`: what a router and its losses know of one call."""
+"""`RoutingCall`: the data of one router call that hooks and losses share.
+
+This module also checks token ids and sequence numbers, and passes token ids from a model to its MoE
+layers.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +20,33 @@ from moe_plugin.records import TokenInfo
 from moe_plugin.routing.replay import inside_backward
 
 
-# Token ids and sequences for routers and losses that need them (router hash, loss sequence), and
-# checks of them.
+# Token ids and sequence numbers are needed only by some routers and losses (router hash, loss
+# sequence).
 def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
-    """`ValueError` unless `values_T` is an integer tensor of shape [tokens]; name: in messages."""
+    """Raise `ValueError` unless `values_T` is an integer tensor of shape [tokens].
+
+    name: name of the tensor in error messages.
+    """
     if tuple(values_T.shape) != (tokens,):
-        raise ValueError(f"{name} of shape {tuple(values_T.shape)} does not fit: must be "
-                         f"{(tokens,)}, one for each token")
+        raise ValueError(f"The tensor {name} has shape {tuple(values_T.shape)}, but must have "
+                         f"shape {(tokens,)}, one value per token.")
     dtype = values_T.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise ValueError(f"{name} of dtype {dtype} does not fit: must be integers; pass "
-                         f"{name}.long()")
+        raise ValueError(f"The tensor {name} has dtype {dtype}, but must contain integers. Pass "
+                         f"{name}.long().")
 
 
 def check_range(values: Tensor, first: int, last: int, message: str) -> None:
-    """`ValueError` unless all integers are in first..last. The host does not wait for a GPU: there
-    the device stops with an assertion, which the host meets at its next wait.
+    """Raise `ValueError` unless all integers are in first..last.
+
+    The host does not wait for a GPU. On a GPU, a failed check stops the device with an assertion,
+    which the host notices at its next synchronisation.
 
     Args:
-        values: int, any shape.
+        values: integers of any shape.
         first, last: the smallest and the largest allowed value.
-        message: `message.format(low, high)` with the values that there are.
+        message: text of the error; `message.format(low, high)` inserts the smallest and the largest
+            value.
     """
     if not values.numel() or torch.compiler.is_compiling() or values.is_meta:
         return
@@ -50,11 +60,11 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
 
 
 class TakesTokenIds:
-    """Base of a host's MoE layers, to which `hand_token_ids` hands token ids.
+    """Base class of a host's MoE layers that receive token ids from `hand_token_ids`.
 
     Attributes:
-        needs: what the layer's router needs of a call, see `RouterModule.needs`.
-        tokens_BT: int64 [B, T], token ids of the next call; None: not given.
+        needs: token information that the layer's router needs, see `RouterModule.needs`.
+        tokens_BT: int64 [B, T], token ids of the next call. None if no ids were passed.
     """
 
     needs: frozenset[str] = frozenset()
@@ -62,13 +72,14 @@ class TakesTokenIds:
 
 
 def hand_token_ids(model: nn.Module, *names: str) -> None:
-    """Hand a model's token ids [B, T] to the MoE layers in it that need them.
+    """Register a hook that passes a model's token ids [B, T] to the MoE layers that need them.
 
-    It does so before each forward pass.
+    The hook runs before each forward pass.
 
     Args:
-        model: its token ids are its first positional argument, or a keyword argument.
-        names: keyword arguments that may hold them, first match first.
+        model: a model that receives token ids as its first positional argument or as a keyword
+            argument.
+        names: keyword arguments that may contain the token ids; the first match is used.
     """
     layers = [m for m in model.modules() if isinstance(m, TakesTokenIds) and "token_ids" in m.needs]
 
@@ -83,13 +94,14 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
 
 def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
                batch_axis: int = 1) -> TokenInfo | None:
-    """What the router needs to know of a batch; None where it needs nothing.
+    """Return the token information that a router needs, or None if it needs nothing.
 
     Args:
-        x_TBD: [T, B, D] tokens, position after position; [B, T, D] with `batch_axis` 0.
-        ids_TB: int64, the same axes: their ids, where the router needs them.
-        needs: of the router.
-        batch_axis: axis that counts sequences, 0 or 1.
+        x_TBD: tokens [T, B, D], or [B, T, D] with `batch_axis` 0.
+        ids_TB: int64, the token ids on the same two axes. Only needed if the router reads token
+            ids.
+        needs: `RouterModule.needs` of the router.
+        batch_axis: the axis that counts sequences, 0 or 1.
     """
     if not needs:
         return None
@@ -101,42 +113,48 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
 @dataclass(eq=False)
 class RoutingCall:
-    """One call of a router: its hooks fill it step by step, its losses read it.
+    """One call of a router. The router's hooks fill it step by step, and its losses read it.
 
     Attributes:
-        logits_TE: noisy logits, of hook `scores`, in float32 or float64.
-        ids_TK: int64, chosen experts (all k, before policies and capacity), -1: none.
-        mask_T: bool, True = real token; None: all are.
+        logits_TE: noisy logits computed by hook `scores`, float32 or float64.
+        ids_TK: int64, the chosen experts (all k, before policies and capacity), or -1 for no
+            expert.
+        mask_T: bool, True for real tokens. None means that all tokens are real.
         k: experts per token.
-        info: what else is known of the tokens.
+        info: further facts about the tokens.
         noise: standard deviation of the logits' noise (already divided by E), 0 without noise.
-        score: what makes scores of logits.
-        divides: weights are divided by their sum over the choices, that is, by
-            max(sum + added, least).
-        one_pass: choice, weights and sums come from one kernel; False: step by step.
-        reads_z: a loss reads the logits' logsumexp.
-        leaves_none: no choice of a real token is -1; False: perhaps some are.
-        replays_whole: nor in a recording of any router of this class, on however many nodes.
-        comm: ranks that share the batch's tokens; None: this rank has them all.
-        clean_TE: logits without noise; None: the same.
-        deviation_TE: standard deviation of each logit's own noise (noisy_topk).
-        outside_TE: bool, experts that a token could not choose (of groups not chosen).
-        penalty_E: link penalties of this rank, mean 1.
-        step_load_E: int64 [E + 1], choices by expert, and tokens (last element), of all ranks and
-            micro-batches of the step so far, including this one.
+        score: the function that turns logits into scores.
+        divides: whether weights are divided by max(sum over the choices + added, least).
+        one_pass: True if one kernel computes choice, weights and sums. False computes them step by
+            step.
+        reads_z: whether a loss reads the logsumexp of the logits.
+        leaves_none: True if no choice of a real token is -1. False means that some choices may be
+            -1.
+        replays_whole: True if recordings of any router of this class also contain no -1, whatever
+            the number of nodes.
+        comm: ranks that share the batch's tokens. None means that this rank has the whole batch.
+        clean_TE: logits without noise. None means that the logits contain no noise.
+        deviation_TE: standard deviation of the noise of each logit (noisy_topk).
+        outside_TE: bool, experts outside the groups that were chosen for the token.
+        penalty_E: link penalties of this rank, with mean 1.
+        step_load_E: int64 [E + 1], choices per expert, and the number of tokens as last element.
+            The counts include all ranks and all micro-batches of the step so far, including this
+            call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: choice, weights and sums over tokens of one pass; None: the router made none. Its z
-            may be None: from `logits_TE`.
+        routed: choice, weights and sums over tokens returned by `route` or `route_by_steps`. None
+            if the router uses neither function. The field z of this result may be None; then z is
+            computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # until hook `scores`
     ids_TK: Tensor = None  # until hook `select`
     mask_T: Tensor | None = None
     k: int = 1
-    # no objects as defaults: up to torch 2.11 its compiler wraps none that it finds in a class
-    info: TokenInfo = None  # of every call of a router
+    # Defaults are None, not objects: up to version 2.11, torch's compiler cannot wrap objects that
+    # it finds in a class. Every call of a router sets `info` and `score`.
+    info: TokenInfo = None
     noise: float = 0.0
-    score: ScoreFunction = None  # of every call of a router
+    score: ScoreFunction = None
     divides: bool = False
     added: float = ADDED
     least: float = 0.0
@@ -154,8 +172,8 @@ class RoutingCall:
     passthrough_T: Tensor | None = None
     chosen_TK: Tensor | None = None
     routed: Routed | None = None
-    # computed when read; not cached_property, whose lock all instances (ranks as threads) share up
-    # to 3.11
+    # Computed on first access. `cached_property` is not used, because up to Python 3.11 all
+    # instances share its lock, and ranks may run as threads.
     _scores_TE: Tensor | None = field(default=None, repr=False)
     _probs_TE: Tensor | None = field(default=None, repr=False)
     _clean_probs_TE: Tensor | None = field(default=None, repr=False)
@@ -164,12 +182,14 @@ class RoutingCall:
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:
-        """The k best experts of each token, int64 [T, K], or `chosen_TK`; sets `routed`.
+        """Choose the k best experts of each token, or accept given choices, and set `routed`.
 
         Args:
-            chosen_TK: int64, without -1.
-            bias_E: added to the scores for the choice alone.
+            chosen_TK: int64, choices without -1 that replace the k best. Optional.
+            bias_E: added to the scores for the choice only, not for the weights. Optional.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
+
+        Returns: int64 [T, K], the chosen experts.
         """
         rule = Rule(self.k, self.divides, self.score, groups, take, best, self.reads_z, self.added,
                     self.least)
@@ -181,21 +201,27 @@ class RoutingCall:
         return self.routed.ids_TK
 
     def weights_of(self, ids_TK: Tensor) -> Tensor:
-        """Weights [T, K] of chosen experts: their scores, divided by their sum with `divides`.
+        """Return the weights [T, K] of chosen experts: their scores, divided by their sum with
+        `divides`.
 
-        ids_TK: int64, from `choose`, repeated from a recording, or of a choice of one's own.
+        ids_TK: int64, choices returned by `choose`, repeated from a recording, or made by the
+        router itself.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True
         elif self.leaves_none and (
                 inside_backward() or (self.replays_whole and self.routed is None)):
-            self.choose(ids_TK)  # a recomputation, or a replay, gives the bits of the first pass
+            # The same kernel as in the first pass, so that the weights agree in every bit.
+            self.choose(ids_TK)
         else:
             return self._weights_of_some(ids_TK)
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
-        """Where choices may be -1, which a pass cannot leave out of its sum."""
+        """Return the weights of choices that may be -1; the kernel cannot exclude these from its
+        sum.
+        """
+        # The weights are divided only after the choices of -1 were set to 0.
         divides, self.divides, self.leaves_none = self.divides, False, False
         self.choose(ids_TK.clamp(min=0))
         self.divides = divides
@@ -204,19 +230,19 @@ class RoutingCall:
 
     @property
     def experts(self) -> int:
-        """E."""
+        """The number of experts E."""
         return self.logits_TE.shape[1]
 
     @property
     def real_T(self) -> Tensor:
-        """`mask_T`, or True for every token, bool [T]."""
+        """`mask_T`, or True for every token if there is no mask; bool [T]."""
         if self.mask_T is not None:
             return self.mask_T
         return self.logits_TE.new_ones(self.logits_TE.shape[0], dtype=torch.bool)
 
     @property
     def scores_TE(self) -> Tensor:
-        """Scores of all experts; a router may set others than those of `score`."""
+        """Scores of all experts. A router may replace the scores that `score` computes."""
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)
         return self._scores_TE
@@ -227,7 +253,7 @@ class RoutingCall:
 
     @property
     def probs_TE(self) -> Tensor:
-        """Scores whose rows sum to 1; a router may set others."""
+        """Scores with rows that sum to 1. A router may replace these values."""
         if self._probs_TE is None:
             self._probs_TE = self.score.shares(self.scores_TE)
         return self._probs_TE
@@ -238,7 +264,7 @@ class RoutingCall:
 
     @property
     def clean_probs_TE(self) -> Tensor:
-        """`probs_TE` without noise."""
+        """`probs_TE` computed from the logits without noise."""
         if self.clean_TE is None or self.clean_TE is self.logits_TE:
             return self.probs_TE
         if self._clean_probs_TE is None:
@@ -247,28 +273,33 @@ class RoutingCall:
 
     @property
     def margin_TE(self) -> Tensor | None:
-        """(clean logit - k-th largest noisy logit of the other experts) / deviation of the noise;
-        None without noise of one's own. With k = E every expert is always in.
+        """(clean logit - k-th largest noisy logit of the other experts) / deviation of the noise.
+
+        None if the noise has no learned deviation. With k = E the margin is infinite, because every
+        expert is always chosen.
         """
         if self.deviation_TE is None:
             return None
         clean_TE, k = self.clean_TE, self.k
         if k == self.experts:
+            # 0 * clean_TE connects the result to the graph, so that its gradients are zeros.
             return torch.full_like(clean_TE, float("inf")) + 0 * clean_TE
         top_T2 = self.logits_TE.topk(k + 1, dim=1).values[:, k - 1:]
-        # for a chosen expert the k-th largest of the others is the (k+1)-th of all, else the k-th
+        # The k-th largest logit of the other experts is the (k+1)-th of all experts for a chosen
+        # expert, and the k-th of all experts for any other expert.
         threshold_TE = torch.where(self.unchosen_TE, top_T2[:, :1], top_T2[:, 1:])
         return (clean_TE - threshold_TE) / self.deviation_TE
 
     @property
     def unchosen_TE(self) -> Tensor:
-        """Whether a token has not chosen an expert, bool [T, E]; of complete choices."""
+        """Whether a token has not chosen an expert, bool [T, E]. Requires choices without -1."""
         return torch.ones_like(self.logits_TE, dtype=torch.bool).scatter_(1, self.ids_TK, False)
 
     @property
     def count(self) -> Tensor | float:
-        """Number of real tokens of the group, scalar >= 1 (a divisor); a tensor in the scores'
-        dtype where the host does not know it.
+        """Number of real tokens of the group, at least 1 because it serves as a divisor.
+
+        The value is a tensor in the dtype of the scores if the host does not know the number.
         """
         if self._count is None:
             if self.mask_T is None and self.comm is None:
@@ -279,7 +310,7 @@ class RoutingCall:
         return self._count
 
     def own_count(self) -> Tensor:
-        """Number of real tokens of this rank, scalar int64."""
+        """Return the number of real tokens of this rank, scalar int64."""
         if self.mask_T is not None:
             return self.mask_T.sum()
         tokens, device = self.ids_TK.shape[0], self.ids_TK.device
@@ -287,52 +318,57 @@ class RoutingCall:
 
     @property
     def own_load_KE(self) -> Tensor:
-        """Tokens of this rank whose j-th choice is expert e, int64 [K, E]."""
+        """Number of this rank's tokens with expert e as j-th choice, int64 [K, E]."""
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
     def load_E(self) -> Tensor:
-        """Tokens of the group by expert over all choices, [E] in the scores' dtype."""
+        """Return the group's tokens per expert over all choices, [E] in the dtype of the scores."""
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
-        """Tokens of the group by first choice, [E] in the scores' dtype."""
+        """Return the group's tokens per expert by first choice, [E] in the dtype of the scores."""
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
-        """Values of tokens, [T] or [T, n], times 0 for padding."""
+        """Return values of tokens, [T] or [T, n], with the values of padding set to 0."""
         if self.mask_T is None:
             return values
         return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
 
     def importance_E(self) -> Tensor:
-        """Sum of the scores over real tokens by expert, [E]."""
+        """Return the sum of the scores over real tokens for each expert, [E]."""
         if self.routed is not None:
             return self.routed.importance_E
         return self.real(self.probs_TE).sum(0)
 
     def squared_z(self) -> Tensor:
-        """Sum of logsumexp(logits)^2 over real tokens."""
+        """Return the sum of logsumexp(logits)^2 over real tokens."""
         if self.routed is not None and self.routed.z is not None:
             return self.routed.z
         return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
 
     def entropy(self) -> Tensor:
-        """Mean entropy in nats of the scores over this rank's real tokens; no gradient."""
+        """Return the mean entropy in nats of the scores over this rank's real tokens, without
+        gradient.
+        """
         count = (max(1, self.ids_TK.shape[0]) if self.mask_T is None else
                  self.mask_T.sum().clamp(min=1))
         if self.routed is not None:
             return self.routed.p_log_p / -count
         p_TE = self.probs_TE.detach()
+        # The smallest normal number in the logarithm makes 0 log 0 count as 0.
         p_log_p_T = (p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum(1)
         return self.real(p_log_p_T).sum() / -count
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum of x over the ranks that share the batch."""
+        """Return the sum of x over the ranks that share the batch."""
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:
-        """The part that this rank reports of a loss that every rank of the group computes."""
+        """Return the fraction of a loss that this rank reports if every rank of the group computes
+        the loss.
+        """
         return 1.0 if self.comm is None else 1.0 / self.comm.size

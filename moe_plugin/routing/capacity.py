@@ -1,16 +1,17 @@
-"""Capacity: how many rows an expert takes from one rank, and which choices get them.
+"""Capacity: how many rows an expert accepts from one rank, and which choices get these slots.
 
-T tokens of a rank, E experts, k choices, f capacity factor, s = ceil(T / E). Source: Tutel
-(`fast_dispatch`).
+Notation: T tokens of a rank, E experts, k choices per token, capacity factor f, s = ceil(T / E).
+Source: Tutel (`fast_dispatch`).
 
 | f | slots C per expert and source rank |
 |---|---|
 | none | no limit |
 | f > 0 | max(1, k * int(f * s)) |
-| f = 0 | the largest number of tokens that any expert got from any rank: never drops |
+| f = 0 | the largest number of tokens that any expert received from any rank: never drops |
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
-Tutel has no least slot: there f < 1 drops every choice of E tokens or fewer, as in generation.
+Tutel does not enforce a minimum of one slot. With Tutel's formula, f < 1 drops every choice when a
+rank has E tokens or fewer, as in generation.
 
 Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 * int(3.75) = 6. f =
 0.3: C = max(1, 2 * int(0.9)) = 1. f = -1 with a largest load of 5: C = 5.
@@ -34,16 +35,19 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """Drops choices that find no slot, with the same limit on all ranks.
+    """Drops choices that find no free slot, with the same limit on all ranks.
 
     Args:
-        config: of the layer.
-        comm: ranks whose loads differ.
-        makes_slots: whether slots are made, empty ones too: then hosts must agree on their number.
-        own: each rank's limit is that of its own tokens, `HostContext.own_capacity`.
+        config: settings of the layer.
+        comm: ranks that have different loads.
+        makes_slots: whether the dispatcher allocates slots, including empty ones. If so, all hosts
+            must agree on the number of slots.
+        own: whether each rank computes the limit from its own tokens, see
+            `HostContext.own_capacity`.
 
     Attributes:
-        never: no choice is dropped and no weight changed, in training or outside.
+        never: True if no choice is ever dropped and no weight is ever changed, in training or
+            outside.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
@@ -56,9 +60,12 @@ class CapacityLimit:
         self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
-        """The routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`."""
+        """Return the routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`.
+        """
         if not self.normalize and self.keeps_all(training):
             return KeptRouting(routing, None, None, routing)
+        # Without slots nothing on the host depends on the number, so that the host of a GPU does
+        # not wait for the other ranks; `limit_on_device` then applies the group's limit.
         asked = self.comm if self.makes_slots or _on_host(routing) else self.alone
         made = capacity(self.dispatch, routing, self.experts, asked, training)
         if made is not None and self.dispatch.equal_tokens:
@@ -71,7 +78,7 @@ class CapacityLimit:
         return KeptRouting(kept, slots_TK, made, routing, any_load)
 
     def keeps_all(self, training: bool) -> bool:
-        """Whether the settings say that no choice is dropped."""
+        """Return whether the settings guarantee that no choice is dropped."""
         if training:
             return self.dispatch.capacity_factor is None
         rule = _Rule.of(self.dispatch, training)
@@ -79,7 +86,10 @@ class CapacityLimit:
 
     def _limit(self, routing: Routing, made: int | None, asked: Comm,
                training: bool) -> int | Tensor | None:
-        """What drops: `made`, or less where only the device knows, or this rank has fewer tokens.
+        """Return the limit that drops choices.
+
+        The limit equals `made`, or is lower where only the device knows the number of real tokens,
+        or where this rank has fewer tokens than other ranks and applies its own limit.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -89,7 +99,11 @@ class CapacityLimit:
         return made if limit is None else limit
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
-        """The routing after `check_promise`, by an operation where a compiler makes a graph."""
+        """Check the promise of equal tokens, and return the routing.
+
+        Under a compiler the check is an operation of the graph, because Python code would run only
+        once.
+        """
         if torch.compiler.is_compiling():
             if self.comm.key is None:
                 return routing
@@ -100,19 +114,24 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """max(1, k * int(|f| * ceil(T / E))), the part of the table that does not depend on the load;
-    0 without a token.
+    """Return max(1, k * int(|f| * ceil(T / E))), the number of slots that does not depend on the
+    load.
+
+    The result is 0 for a rank without tokens.
     """
-    each = math.trunc(abs(factor) * math.ceil(tokens / experts))
-    if isinstance(tokens, int):  # torch.compile up to 2.11 takes no sym_min of what is known
-        return max(min(tokens, 1), top_k * each)
-    # torch.export may leave it open
-    return torch.sym_max(torch.sym_min(tokens, 1), top_k * each)
+    # Truncated before the multiplication by k, as in Tutel.
+    slots_per_choice = math.trunc(abs(factor) * math.ceil(tokens / experts))
+    if isinstance(tokens, int):  # torch.compile up to 2.11 rejects sym_min of known integers
+        return max(min(tokens, 1), top_k * slots_per_choice)
+    # torch.export may leave the number of tokens symbolic.
+    return torch.sym_max(torch.sym_min(tokens, 1), top_k * slots_per_choice)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """The settings that apply: f, and the fraction of tokens in its place (0: none)."""
+    """The settings that apply to a call: the capacity factor, or the fraction of tokens that
+    replaces it (0 if the fraction is not used).
+    """
 
     factor: float | None
     fraction: float
@@ -135,31 +154,36 @@ class _Rule:
         return fixed_slots(tokens, experts, top_k, self.factor)
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
-        """`slots` of an int64 scalar, in the same float64 arithmetic."""
+        """Compute `slots` from an int64 scalar, with the same float64 arithmetic as on the host."""
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
-        each = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
-        return ((each.double() * abs(self.factor)).long() * top_k).clamp(min=1)
+        slots_per_choice = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
+        return ((slots_per_choice.double() * abs(self.factor)).long() * top_k).clamp(min=1)
 
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Slots per expert and source rank, the same on every rank; None: nothing is dropped.
+    """Return the slots per expert and source rank, the same on every rank, or None if nothing is
+    dropped.
 
-    T is the largest number of real tokens of any rank. On a CPU one all-reduce of two integers says
-    it (T and, if f <= 0, the largest load). A device is not waited for: there T is the largest
-    number of tokens, padding included, on which the hosts agree without it, and `limit_on_device`
-    drops by the real ones. Two cases of f <= 0 remain there. In a group the load decides, and the
-    host waits for it; a rank alone takes what fits any load, T (f = 0), or the f of f < 0.
+    T is the largest number of real tokens on any rank. On a CPU, one all-reduce of two integers
+    finds T and, if f <= 0, the largest load. On a GPU the host does not wait for the device.
+    Therefore T is the largest number of tokens including padding, on which the hosts can agree
+    without the device. `limit_on_device` then drops choices by the number of real tokens.
 
-    With `equal_tokens` padding counts, and nothing is asked for f > 0; see `check_promise`.
+    With f <= 0 there are two cases on a GPU. In a group of ranks the load decides, and the host
+    waits for it. A single rank uses a number of slots that fits any load: T for f = 0, and the
+    slots that -f allows for f < 0.
+
+    With `equal_tokens` padding counts as tokens, and f > 0 needs no communication; see
+    `check_promise`.
 
     Args:
         config: settings `dispatch`.
-        routing: of this rank.
-        experts: E.
-        comm: ranks whose loads differ.
-        training: whether the evaluation settings apply.
+        routing: routing of this rank.
+        experts: number of experts E.
+        comm: ranks that have different loads.
+        training: whether the layer is in training mode. Otherwise the evaluation settings apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -167,7 +191,7 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     (tokens, top_k), on_host = routing.ids_TK.shape, _on_host(routing)
     if rule.follows_load:
         if _load_unknown(rule, routing, comm):
-            # a token chooses an expert once
+            # T slots always suffice, because a token chooses an expert at most once.
             return rule.slots(tokens, experts, top_k) if rule.factor else tokens
         tokens, load = _agree(routing, experts, comm)
         return load if rule.factor == 0 else min(load, rule.slots(tokens, experts, top_k))
@@ -180,14 +204,22 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
 def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
                     training: bool, load_known: bool) -> Tensor | None:
-    """The capacity by real tokens where the host knows but a bound, int64 scalar on the device.
+    """Return the capacity by real tokens as an int64 scalar on the device, or None.
 
-    None: it is what `capacity` returns. load_known: whether that asked for the load where f <= 0;
-    the other arguments are those of `capacity`.
+    None means that the value returned by `capacity` is already exact.
+
+    Args:
+        config: settings `dispatch`.
+        routing: routing of this rank.
+        experts: number of experts E.
+        comm: ranks that have different loads.
+        training: whether the layer is in training mode.
+        load_known: whether `capacity` communicated the loads where f <= 0.
     """
     rule = _Rule.of(config, training)
     if _on_host(routing) or (rule.factor is None and not rule.fraction):
         return None
+    # For f = 0 the capacity never drops a choice, so a bound is as good as the exact number.
     known = load_known or rule.factor == 0 if rule.follows_load else config.equal_tokens
     if known:
         return None
@@ -196,7 +228,8 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 
 
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
-    """Whether slots follow a load that the host of a lone rank would have to wait for."""
+    """Return whether the slots follow a load that the host of a single rank would have to wait for.
+    """
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
             and (exporting() or not torch.compiler.is_compiling()))
 
@@ -207,39 +240,44 @@ def _on_host(routing: Routing) -> bool:
 
 @dataclass
 class _EqualTokens:
-    """The number of tokens that all ranks of a group were last found to have."""
+    """The number of tokens on which the ranks of a group agreed in the last check."""
 
     tokens: int | None = None
 
 
 def check_promise(ids_TK: Tensor, comm: Comm) -> None:
-    """Check the promise `dispatch.equal_tokens`. Collective where T is another than in the last
-    call.
+    """Check the promise `dispatch.equal_tokens`.
+
+    The check is collective if T differs from the last call.
 
     Raises:
-        ValueError: it is broken. If T changed on some ranks only, these wait for the others until
-            the group's timeout: a `CommError`.
+        ValueError: ranks have different numbers of tokens. If T changed on some ranks only, these
+            ranks wait for the others until the group's timeout raises a `CommError`.
     """
     tokens = ids_TK.shape[0]
     if comm.size == 1:
         return
-    found = comm.state.get(_EqualTokens)
-    if found.tokens != tokens:
+    checked = comm.state.get(_EqualTokens)
+    if checked.tokens != tokens:
+        # The maximum of (T, -T) finds the largest and the smallest number in one all-reduce.
         most, least = comm.hosts.all_reduce(torch.tensor([tokens, -tokens]), "max").tolist()
         if most != -least:
             raise ValueError(
-                f"dispatch.equal_tokens=True is a promise that was broken: rank {comm.rank} of "
-                f"{comm.size} has {tokens} tokens, must be the same on all ranks, which have "
-                f"{-least} to {most}; pad the batch (token_mask), or set dispatch.equal_tokens to "
-                "False")
-        found.tokens = tokens
+                f"dispatch.equal_tokens=True requires the same number of tokens on all ranks, but "
+                f"rank {comm.rank} of {comm.size} has {tokens} tokens and the ranks have "
+                f"{-least} to {most}. Pad the batch (token_mask), or set dispatch.equal_tokens to "
+                "False.")
+        checked.tokens = tokens
 
 
 @torch.library.custom_op("moe_plugin::with_equal_tokens", mutates_args=())
 def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
-    """A copy of ids_TK [T, K] after `check_promise`: a check that a compiler's graph keeps.
+    """Return a copy of ids_TK [T, K] after `check_promise`.
 
-    comm: key of the group.
+    The check is an operation, so that a compiler keeps it in its graph.
+
+    Args:
+        comm: key of the group.
     """
     check_promise(ids_TK, owner_of(comm))
     return ids_TK.clone()
@@ -252,19 +290,22 @@ def _(ids_TK: Tensor, comm: str) -> Tensor:
 
 def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
     most = expert_load(routing.ids_TK, experts).max()
+    # One all-reduce for both numbers, and one wait for the device.
     seen_2 = comm.all_reduce(torch.stack([routing.tokens, most]), "max")
     tokens, load = seen_2.tolist()
     return tokens, load
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Slot of each choice inside its expert, int64 [T, K]; -1 for no expert.
+    """Return the slot of each choice inside its expert, int64 [T, K], or -1 for no expert.
 
-    First choices of all tokens come before second choices, and so on; within one choice, tokens
-    come in sequence order, or by decreasing `priority_T` (stable) if `prioritized`.
+    The first choices of all tokens come before all second choices, and so on. Within one choice,
+    tokens come in sequence order. If `prioritized`, tokens come by decreasing `priority_T` (a
+    stable sort).
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
+    # Slots are counted in the order of priority and then returned to the order of tokens.
     order_T = torch.argsort(routing.priority_T, descending=True, stable=True)
     sorted_TK = slot_index(routing.ids_TK[order_T], experts)
     return torch.empty_like(sorted_TK).index_copy_(0, order_T, sorted_TK)
@@ -272,15 +313,19 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
          normalize_after: bool, added: float = 0.0, least: float | None = None) -> Routing:
-    """Remove the choices whose slot is beyond the capacity.
+    """Remove the choices with a slot beyond the capacity.
 
     Args:
-        routing: before dropping.
-        slots_TK: int64, see `slots`; not read without a limit.
-        limit: slots per expert and source rank, a number or an int64 scalar; None: no limit.
-        normalize_after: divide the remaining weights by their sum, that is, by max(sum + added,
-            least) (top_k > 1). least: None: as in fairseq the dtype's epsilon, with which a token
-            whose router is sure of one expert is lost with it.
+        routing: the routing before dropping.
+        slots_TK: int64 [T, K], see `slots`. Not read if there is no limit.
+        limit: slots per expert and source rank, as an integer or an int64 scalar. None for no
+            limit.
+        normalize_after: if True and top_k > 1, divide the remaining weights by max(sum + added,
+            least).
+        added: number that is added to the sum of the weights.
+        least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
+            default, a token is lost if its router is almost certain of one expert and this expert
+            drops the token.
     """
     if limit is None and not normalize_after:
         return routing

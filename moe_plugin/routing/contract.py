@@ -1,6 +1,7 @@
-"""`RouterModule`: what a layer and its host may ask of any router.
+"""The interface that a layer and its host expect of every router (`RouterModule`).
 
-The mark of router parameters whose initial values a host must keep.
+This module also contains the base classes for modules that act once per optimizer step, and the
+mark for parameters that a host must not initialise again.
 """
 
 from __future__ import annotations
@@ -20,43 +21,48 @@ from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
 
 def keep_init(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter: a host's own initialisation leaves it as the router made it."""
+    """Mark a parameter so that the host does not replace its initial values."""
     parameter.own_init = True  # type: ignore[attr-defined]
     return parameter
 
 
 def keeps_init(parameter: Tensor) -> bool:
-    """Whether `keep_init` marked this parameter."""
+    """Return whether `keep_init` marked this parameter."""
     return getattr(parameter, "own_init", False)
 
 
 T = TypeVar("T")
-FLOAT32 = "float32"  # of a layer's extra state: what `float32_state` returns
+FLOAT32 = "float32"  # key in a layer's extra state under which `float32_state` is stored
 
 
 class HasFinishStep:
-    """Base of modules that do something once per step."""
+    """Base class of modules that do something once per optimizer step."""
 
     def finish_step(self) -> None:
-        """Called after each optimizer step, on all ranks (`moe_plugin.routing.finish_step`)."""
+        """Update the module after an optimizer step. All ranks call this method."""
 
     def forget_step(self) -> None:
-        """Forget what was counted since the last step; nothing moves by it. Not collective."""
+        """Discard the counts since the last step without updating anything. Not collective."""
 
 
 class BuffersKeepDtype(nn.Module):
-    """Base of modules whose buffers keep their values and dtypes whatever lowers (`half()`) or
-    empties (`to_empty()`) the module: nothing fills them again, and a bias that moves by 0.001
-    stands still in 16 bits. They follow the module's device; none is made on the meta device.
+    """Base class of modules whose buffers keep their values and dtypes.
+
+    The buffers stay unchanged when the module is cast (`half()`) or emptied (`to_empty()`). Nothing
+    would fill an emptied buffer again, and in 16 bits a bias that changes by 0.001 per step would
+    no longer change. The buffers follow the module's device. Subclasses must not create buffers on
+    the meta device.
 
     Attributes:
-        keeps_parameters: parameters of fewer bits than float32 become float32, too.
+        keeps_parameters: if True, parameters with fewer bits than float32 also become float32.
     """
 
     keeps_parameters: bool = False
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         buffers = dict(self.named_buffers(recurse=False))
+        # The values from before replace whatever `fn` made of the buffers. A buffer on the meta
+        # device has no values to restore.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in buffers.items():
             after = self._buffers[name]
@@ -66,39 +72,42 @@ class BuffersKeepDtype(nn.Module):
 
 
 def float32_state(module: nn.Module) -> list[str]:
-    """Names in a module's state dict of what stays in float32 when the module is cast."""
-    found = []
+    """Return the names of the state dict entries that stay in float32 when the module is cast."""
+    names = []
     for name, part in module.named_modules():
         if isinstance(part, BuffersKeepDtype):
-            kept = [own for own, value in part.named_buffers(recurse=False)
-                    if own not in part._non_persistent_buffers_set and value.is_floating_point()]
+            kept = [entry for entry, value in part.named_buffers(recurse=False)
+                    if entry not in part._non_persistent_buffers_set and value.is_floating_point()]
             if part.keeps_parameters:
-                kept += [own for own, _ in part.named_parameters(recurse=False)]
-            found += [f"{name}.{own}" if name else own for own in kept]
-    return found
+                kept += [entry for entry, _ in part.named_parameters(recurse=False)]
+            names += [f"{name}.{entry}" if name else entry for entry in kept]
+    return names
 
 
 class RouterModule(HasFinishStep, nn.Module):
-    """Base of all routers, with what a router declares and what it does once per step.
+    """Base class of all routers: what a router declares and what it does once per step.
 
-    A router that shares nothing with the provided ones derives from this class; most derive from
-    `moe_plugin.routing.Router`. A layer also takes a plain `nn.Module` with the same `forward`; it
-    counts as one that needs nothing.
+    Derive from this class for a router that shares nothing with the provided routers. Most routers
+    derive from `moe_plugin.routing.Router`. A layer also accepts a plain `nn.Module` with the same
+    `forward`, and treats this module as a router that needs no token information.
 
     Attributes:
-        needs: what it reads of a call's `TokenInfo`: "token_ids", "sequences". Hosts pass only
-            what is needed.
-        own_losses: losses that this router can compute and some others cannot.
-        reads: settings of `router` that some routers read and this one does, by name or
-            `name=value`; each class says so for itself. None: it may read any.
-        fixed_k: experts per token if the router has no choice; None: `router.top_k`, which a call
-            may override.
-        any_number: a token may have up to E experts, whatever k is.
-        reads_top_k: `router.top_k` changes what it does; False, too, for a class with `fixed_k`.
-        balances: it gives experts even loads without a balance loss.
-        host: what the host knows of the layer.
-        all_ranks: data-parallel ones, told by `gradients.sync` where a model has no host; None:
-            not yet.
+        needs: the fields of `TokenInfo` that the router reads: "token_ids", "sequences". Hosts pass
+            only the fields that a router needs.
+        own_losses: losses that this router can compute and some other routers cannot.
+        reads: the optional settings under `router` that this router reads, by name or as
+            `name=value`. Each class declares its full list. None means that the router may read any
+            setting.
+        fixed_k: number of experts per token if the number cannot be configured. None means that
+            `router.top_k` applies, which a call may override.
+        any_number: True if a token may have up to E experts, whatever k is.
+        reads_top_k: whether `router.top_k` changes the router's behaviour. False for every class
+            with `fixed_k`.
+        balances: whether the router distributes tokens evenly over the experts without a balance
+            loss.
+        host: the facts that the host framework provides about the layer.
+        all_ranks: all data-parallel ranks. Set by `gradients.sync` in models without a host. None
+            until then.
     """
 
     needs: frozenset[str] = frozenset()
@@ -121,50 +130,55 @@ class RouterModule(HasFinishStep, nn.Module):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens.
+        """Route tokens to experts.
 
         Args:
-            x_TD: tokens, any float dtype.
-            mask_T: bool, True = real token; None: all are real.
-            top_k: experts per token for this call; None: the configured number.
-            info: what else is known of the tokens; see `needs`.
+            x_TD: tokens [T, D], any float dtype.
+            mask_T: bool [T], True for real tokens. Optional. By default all tokens are real.
+            top_k: experts per token for this call. Defaults to the configured number.
+            info: further facts about the tokens, see `needs`.
         """
         raise NotImplementedError
 
     def replayed(self, choose: Callable[[], T], what: str = "choice",
                  shape: tuple[int, ...] | None = None) -> T:
-        """`choose()`, or in a recomputation what it returned in the first pass; see
-        `moe_plugin.routing.replay.replayed`.
+        """Return `choose()`, or during a recomputation the value from the first pass.
+
+        See `moe_plugin.routing.replay.replayed`.
         """
         return replayed(self, choose, self.training, what=what, shape=shape)
 
     def step_sums(self) -> list[Tensor]:
-        """Sums over what a rank has routed since the last step, by which `finish_step` moves the
-        router: with those of other ranks in them (integers: added, floats: averaged) their routers
-        stay the same. None: nothing of the kind moves it.
+        """Return the sums over the tokens of this rank by which `finish_step` updates the router.
+
+        The sums cover the tokens routed since the last step. If the sums of further replicas are
+        combined into these tensors (integers added, floats averaged), the routers of all replicas
+        stay equal. An empty list means that no such sum updates the router.
         """
         return []
 
     def __getstate__(self) -> dict[str, Any]:
-        # copies are trained by what is told again; a process group cannot be pickled
+        # A process group cannot be pickled. `gradients.sync` sets the attribute again on a copy.
         return {name: value for name, value in vars(self).items() if name != "all_ranks"}
 
 
 class TopKSchedule(HasFinishStep, BuffersKeepDtype):
-    """Experts per token by optimizer step (`router.top_k_at`); saved with the weights.
+    """Experts per token as a function of the optimizer step (`router.top_k_at`).
 
-    A run that knows the number of its step tells it (`begin_step`); elsewhere `finish_step` counts.
-    The value is one number on the host: a call reads nothing from the device, a compiled layer is
-    compiled once for each number of experts.
+    The schedule is saved with the weights. A host that knows its step number passes the number to
+    `begin_step`; otherwise `finish_step` counts the steps. The current value is a Python integer,
+    so a call reads nothing from the device, and a compiled layer is compiled once per number of
+    experts.
 
     Args:
         first: experts per token before the first change.
-        changes: by step, from 1, or by part of the run (below 1): experts per token from there on.
-        device: of the saved numbers.
+        changes: maps a step (from 1), or a fraction of the run (below 1), to the experts per token
+            from then on.
+        device: device of the saved numbers.
     Attributes:
-        k: experts per token of the present step; outside training, of the next one.
-        steps: completed ones.
-        total: of the whole run; None: not known.
+        k: experts per token in the current step. Outside training, the number for the next step.
+        steps: number of completed steps.
+        total: number of steps of the whole run. None if unknown.
     """
 
     now: Tensor
@@ -176,7 +190,12 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         self.register_buffer("now", torch.tensor([0, first], device=device))
 
     def begin_step(self, number: int, total: int | None) -> None:
-        """A run makes its step `number`, from 1, of so many; None: their number is not known."""
+        """Set the number of the step that begins.
+
+        Args:
+            number: number of the step, from 1.
+            total: number of steps of the run. None if unknown.
+        """
         self.total = self.total if total is None else total
         self._go_to(number - 1)
 
@@ -184,26 +203,27 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: changes are by parts of a run, whose number of steps is not known.
+            ValueError: the schedule uses fractions of the run, but the number of steps is unknown.
         """
         self._go_to(self.steps + 1)
 
     def _go_to(self, steps: int) -> None:
+        # The last change that has been reached wins, so `changes` must be in ascending order.
         k = self.first
-        for place, experts in self.changes.items():
-            if place < 1 and self.total is None:
+        for start, experts in self.changes.items():
+            if start < 1 and self.total is None:
                 raise ValueError(
-                    f"router.top_k_at={self.changes} is by parts of a run, whose number of steps "
-                    "is not known: must be by steps, such as 1000=1; use these, or tell how many "
-                    "there are (--max-update, --train-iters, TrainingSteps(..., total=...))")
-            k = experts if steps >= (place * (self.total or 0) if place < 1 else place - 1) else k
+                    f"router.top_k_at={self.changes} uses fractions of the run, but the number of "
+                    "steps is unknown. Use step numbers such as 1000=1, or set the number of "
+                    "steps (--max-update, --train-iters, TrainingSteps(..., total=...)).")
+            k = experts if steps >= (start * (self.total or 0) if start < 1 else start - 1) else k
         if (steps, k) != (self.steps, self.k):
             self.steps, self.k = steps, k
             self.now.copy_(torch.tensor([steps, k]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.get(f"{prefix}now")
-        if saved is None:  # of a run that had no schedule yet
+        if saved is None:  # the checkpoint was written without a schedule
             state_dict[f"{prefix}now"] = self.now
         elif not saved.is_meta:
             self.steps, self.k = saved.tolist()
@@ -211,50 +231,60 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
 
 
 def begin_step(model: nn.Module, number: int, total: int | None) -> None:
-    """Tell the schedules of a model which step a run makes; see `TopKSchedule.begin_step`."""
+    """Pass the number of the current step to all schedules of a model (`TopKSchedule.begin_step`).
+    """
     for module in model.modules():
         if isinstance(module, TopKSchedule):
             module.begin_step(number, total)
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:
-    """`RouterModule.needs`; nothing for another module."""
+    """Return `RouterModule.needs`, or an empty set for a module of another class."""
     return router.needs if isinstance(router, RouterModule) else frozenset()
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Whether a router needs no balance loss; True where it does not say."""
+    """Return whether a router works without a balance loss.
+
+    The result is True for modules that do not derive from `RouterModule`, because nothing is known
+    about them.
+    """
     return router.balances if isinstance(router, RouterModule) else True
 
 
 def finish_step(model: nn.Module) -> None:
-    """Call `finish_step` of all routers and layers of a model: biases and temperatures move, counts
-    restart, replicas are placed again.
+    """Call `finish_step` of all routers and layers of a model.
 
-    Collective if state depends on all ranks (sigmoid_bias, measured speeds): every rank calls it
-    once after each optimizer step, not once per micro-batch. The hosts do so; a custom training
-    loop must do so if it uses sigmoid_bias, dense_to_sparse, global_batch, `router.selection` or
-    `parallel.spill: standing`.
+    This call updates biases and temperatures, resets the counts, and places replicas of experts
+    again. It is collective if the state depends on all ranks (sigmoid_bias, measured speeds). Every
+    rank must call this function once after each optimizer step, not once per micro-batch. The host
+    integrations do so. A custom training loop must do so if it uses sigmoid_bias, dense_to_sparse,
+    global_batch, `router.selection` or `parallel.spill: standing`.
 
     Raises:
-        ValueError: the model has none of them.
+        ValueError: the model contains no MoE layer and no router.
     """
     if not finish_step_of_any(model):
-        raise ValueError(f"{type(model).__name__} has no MoE layer whose step ends: give the model "
-                         "that has the layers, or leave the call out")
+        raise ValueError(f"finish_step found no MoE layer in {type(model).__name__}. Pass the "
+                         "model that contains the layers, or remove the call.")
 
 
 def finish_step_of_any(model: nn.Module) -> bool:
-    """`finish_step` for a part of a model that may have no MoE layer; whether it has one."""
-    found = [module for module in model.modules() if isinstance(module, HasFinishStep)]
-    for module in found:
+    """Call `finish_step` for a part of a model that may have no MoE layer.
+
+    Returns: whether the model has a layer or router with such a method.
+    """
+    modules = [module for module in model.modules() if isinstance(module, HasFinishStep)]
+    for module in modules:
         module.finish_step()
-    return bool(found)
+    return bool(modules)
 
 
 def forget_step(model: nn.Module) -> None:
-    """Call `forget_step` of all routers of a model, in place of `finish_step` after passes whose
-    step is not made: nothing moves, and counts restart. Not collective.
+    """Call `forget_step` of all routers of a model.
+
+    Use this function in place of `finish_step` after passes that do not lead to an optimizer step.
+    Nothing is updated, and the counts are reset. Not collective.
     """
     for module in model.modules():
         if isinstance(module, HasFinishStep):
@@ -262,22 +292,24 @@ def forget_step(model: nn.Module) -> None:
 
 
 class RouterSteps(RunFeature):
-    """Calls `finish_step` of a run's models after each step that counts, and `forget_step` after
-    one that does not: what routers counted of it would count in the next one. Schedules of routers
-    follow the number of the run's step.
+    """The run feature that ends each step of a run's routers.
+
+    After a step that changed parameters it calls `finish_step`. After any other step it calls
+    `forget_step`, because the routers' counts would otherwise be included in the next step. The
+    schedules of the routers follow the step number of the run.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.models = list(models)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """See the class."""
+        """Pass the step number to the schedules before the step."""
         for model in self.models:
             begin_step(model, step.number, step.total)
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """A step that changed no parameter moves no router."""
+        """Update the routers, unless the step changed no parameter."""
         ends = finish_step_of_any if facts.made and not facts.skipped else forget_step
         for model in self.models:
             ends(model)

@@ -1,7 +1,7 @@
-"""What links cost, and how many tokens should use each (TA-MoE, Chen et al. 2022).
+"""Costs of links, and how many tokens should use each link (TA-MoE, Chen et al., 2022).
 
-The shares of ranks are computed in `planner.link_shares`; here they become shares and penalties of
-experts.
+`planner.link_shares` computes the shares of ranks. This module turns the shares of ranks into
+shares and penalties of experts.
 """
 
 from __future__ import annotations
@@ -18,83 +18,90 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 
 def target_shares(beta_WW: Tensor) -> Tensor:
-    """Share c_ij of rank i's tokens for rank j, float64 [W, W]; rows and columns sum to 1.
+    """Return the share c_ij of rank i's tokens that rank j should get, float64 [W, W].
 
-    (1 / beta_ij) / sum_j (1 / beta_ij) if its columns are equal: then it is the optimum of TA-MoE's
-    linear program. Otherwise the slowest link takes at most 1 % longer than at the optimum: see
-    `planner.link_shares`.
+    Rows and columns sum to 1. If the columns of (1 / beta_ij) / sum_j (1 / beta_ij) have equal
+    sums, this matrix is the optimum of TA-MoE's linear program and is returned. Otherwise the
+    slowest link takes at most 1 % longer than at the optimum, see `planner.link_shares`.
 
     Args:
-        beta_WW: cost of a byte from rank i to rank j, float.
+        beta_WW: cost per byte from rank i to rank j, float.
     Raises:
-        ValueError: costs that are not positive, or not a square matrix.
+        ValueError: the costs are not positive, or not a square matrix.
     """
     if beta_WW.dim() != 2:
-        raise ValueError(f"link costs of shape {tuple(beta_WW.shape)} do not fit: must be a square "
-                         "matrix of positive numbers, the diagonal included")
-    from moe_plugin.planner.link_shares import optimal_shares  # numpy, which others do not need
+        raise ValueError(f"The link costs have shape {tuple(beta_WW.shape)}, but must be a square "
+                         "matrix of positive numbers, including the diagonal.")
+    # imported late, because only routers that weigh links need numpy
+    from moe_plugin.planner.link_shares import optimal_shares
 
     return torch.from_numpy(optimal_shares(beta_WW.tolist()).shares_WW.copy())
 
 
 def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:
-    """Share c_e of a rank's choices that should go to each expert, float64 [E]; sums to 1.
+    """Return the share c_e of a rank's choices that should go to each expert, float64 [E]; sums to
+    1.
 
     Args:
         beta_WW: see `target_shares`.
-        rank: whose choices.
-        experts: E.
-        shards: ranks that an expert is cut over, which pool their shares; None: W / E, at least 1.
+        rank: the rank that makes the choices.
+        experts: number of experts E.
+        shards: number of ranks that share one expert; their shares are added. Defaults to W / E, at
+            least 1.
     """
     row_W = target_shares(beta_WW)[rank]
     run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)
-    each = experts // run_G.numel()
-    return (run_G / each).repeat_interleave(each)
+    experts_per_run = experts // run_G.numel()
+    return (run_G / experts_per_run).repeat_interleave(experts_per_run)
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Penalties q = blend * (1 / c) / mean(1 / c) + 1 - blend of shares c, [E]; mean 1."""
+    """Return the penalties q = blend * (1 / c) / mean(1 / c) + 1 - blend of shares c, [E], with
+    mean 1.
+    """
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
-    """`expert_shares` of this rank by the settings `router.links`, float64 [E]."""
+    """Return `expert_shares` of this rank for the settings `router.links`, float64 [E]."""
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
-    """`penalties` of this rank by the settings `router.links`, float32 [E]."""
+    """Return `penalties` of this rank for the settings `router.links`, float32 [E]."""
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
 
 def calibrated_costs(path: str) -> tuple[float, float]:
-    """Seconds per byte (within a node, between nodes) by a cluster file.
+    """Return the seconds per byte within a node and between nodes, read from a cluster file.
 
     Raises:
-        ValueError: one of them is missing in the file.
+        ValueError: one of the two values is missing in the file.
     """
     cluster = load_cluster(path)
     ranks = cluster.ranks_per_node
+    # Ranks of a node share its network cards, but a rank never uses more than one card.
     near, far = cluster.intra.beta_s, cluster.inter.beta_s * ranks / min(cluster.nics, ranks)
     if not (near > 0 and far > 0):
         raise ValueError(
-            f"cluster file {short(path)} has intra.beta_s={near}, inter.beta_s={far}: both must be "
-            "> 0 for a router that weighs links; calibrate with more sizes, or name the costs in "
-            "router.links.costs")
+            f"The cluster file {short(path)} has intra.beta_s={near} and inter.beta_s={far}. Both "
+            "must be > 0 for a router that weighs links. Calibrate with more sizes, or set "
+            "router.links.costs.")
     return near, far
 
 
 def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
-    """Cost of a byte from rank i to rank j, float64 [W, W]: from a file, or by the topology.
+    """Return the cost per byte from rank i to rank j, float64 [W, W].
 
-    Without `router.links.costs`, a byte within a node and between nodes costs what the cluster file
-    (`comm.cluster`) says, with the network cards shared by the ranks of a node; without that file,
-    1 and `router.links.far`.
+    The costs are read from the file `router.links.costs`. Without this file, the cluster file
+    (`comm.cluster`) provides one cost within a node and one between nodes, where the ranks of a
+    node share its network cards. Without both files the costs are 1 within a node and
+    `router.links.far` between nodes.
 
     Raises:
-        ValueError: a file that cannot be read, or costs of another number of ranks.
+        ValueError: the file cannot be read, or has costs for another number of ranks.
     """
     links = config.router.links
     if links.costs is None:
@@ -103,7 +110,7 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
         node_W = torch.tensor(comm.topology.node_of)
         return torch.where(node_W[:, None] == node_W, torch.tensor(near, dtype=torch.float64),
                            torch.tensor(far, dtype=torch.float64))
-    remedy = "give a YAML or JSON list of lists of numbers"
+    remedy = "use a YAML or JSON list of lists of numbers"
     rows = read_yaml(links.costs, "router.links.costs", remedy, kind=list)
     try:
         beta_WW = torch.tensor(rows, dtype=torch.float64)
@@ -112,30 +119,31 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
                          f"{short(error)}; {remedy}") from error
     if beta_WW.shape != (comm.size, comm.size):
         raise ValueError(
-            f"router.links.costs={short(links.costs)} has shape {tuple(beta_WW.shape)}: must be "
-            f"{comm.size} x {comm.size}, the expert-parallel ranks; give one row per rank")
+            f"router.links.costs={short(links.costs)} has shape {tuple(beta_WW.shape)}, but "
+            f"{comm.size} expert-parallel ranks need shape ({comm.size}, {comm.size}). Write one "
+            "row and one column per rank.")
     return beta_WW
 
 
 def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Whether each expert is on this rank's node, bool [E]; all its shards must be.
+    """Return whether each expert is on this rank's node with all its shards, bool [E].
 
     Args:
-        comm: ranks that hold the experts.
-        experts: E.
+        comm: the ranks that store the experts.
+        experts: number of experts E.
         shards: see `expert_shares`.
     """
-    here = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
-    here_G = here.view(-1, shards or max(1, comm.size // experts)).all(1)
-    return here_G.repeat_interleave(experts // here_G.numel())
+    near_W = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
+    near_G = near_W.view(-1, shards or max(1, comm.size // experts)).all(1)
+    return near_G.repeat_interleave(experts // near_G.numel())
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Whether each expert, or a shard of it, is on each node, bool [E, N].
+    """Return whether each node stores an expert or a shard of it, bool [E, N].
 
     Args:
-        comm: ranks that hold the experts.
-        experts: E.
+        comm: the ranks that store the experts.
+        experts: number of experts E.
         shards: see `expert_shares`.
     """
     node_W = torch.tensor(comm.topology.node_of)
@@ -145,20 +153,27 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """The k best experts of each token, one after the other, int64 [T, K]. Those that are on no
-    other nodes than its row goes to anyway have `bias` more: nodes of its choices before, and the
-    one that it is on.
+    """Choose k experts per token one after the other, preferring nodes that the token visits
+    anyway.
+
+    The nodes visited so far are the token's own node and the nodes of its earlier choices. An
+    expert gets `bias` added to its score if all its nodes are among these nodes.
 
     Args:
-        scores_TE: float.
+        scores_TE: scores, float.
+        k: experts per token.
         nodes_EN: see `expert_nodes`.
-        own: the node that the tokens are on.
-        bias: in units of a score; 0 gives the k largest, ties to the lower index.
+        own: the node of the tokens.
+        bias: bonus in units of a score. With 0 the k largest scores are chosen, ties going to the
+            lower index.
+
+    Returns: int64 [T, K], the chosen experts.
     """
     apart_NE = nodes_EN.T.to(scores_TE.dtype)
     new_TN = torch.ones_like(scores_TE[:, :1]).repeat(1, apart_NE.shape[0])
     new_TN[:, own] = 0
     chosen, left_TE = [], scores_TE
+    # The product counts the nodes of each expert that the token does not visit yet.
     for _ in range(k):
         best_T1 = top_k_stable(left_TE + bias * (new_TN @ apart_NE == 0), 1)
         chosen.append(best_T1)

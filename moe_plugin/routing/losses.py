@@ -1,12 +1,13 @@
-"""Balance losses by name. Each is a function of `RoutingCall` and returns a raw float32 scalar.
+"""Balance losses by name. Each loss is a function of `RoutingCall` and returns a float32 scalar
+without its weight.
 
-Where a batch's tokens lie on several ranks of one group (`RoutingCall.comm`), each rank gets its
-part of the group's loss and the parts sum to it: loads and counts are the group's, importance is
-this rank's.
+If several ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
+part of the group's loss, and the parts sum to the loss. Loads and counts then include the whole
+group, and the importance includes this rank only.
 
-Legend: S real tokens of this rank, E experts, k choices a token, p(s, e) the scores after softmax
-(noisy where noise is on), n_e tokens whose first choice is e, N_e tokens with e among their k
-choices. Without real tokens every loss is 0.
+Notation: S real tokens of this rank, E experts, k choices per token, p(s, e) the scores after
+softmax (including noise if noise is on), n_e tokens with e as first choice, N_e tokens with e among
+their k choices. Without real tokens every loss is 0.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ losses: Registry[LossFn] = Registry("loss")
 
 @losses.register("gshard")
 def gshard(x: RoutingCall) -> Tensor:
-    """GShard: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
+    """Balance of first choices, as in GShard: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
 
     Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1,
-    its minimum over routers whose scores follow their load. Source: GShard (Lepikhin et al. 2020),
-    algorithm 1; as in Tutel and fairseq.
+    the minimum over routers with scores that follow their load. Source: GShard (Lepikhin et al.,
+    2020), algorithm 1; as in Tutel and fairseq.
     """
     experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
@@ -37,11 +38,11 @@ def gshard(x: RoutingCall) -> Tensor:
 
 @losses.register("switch")
 def switch(x: RoutingCall) -> Tensor:
-    """Switch over all choices: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
+    """Balance of all choices, as in Switch: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
 
-    With k choices a token the factor is E / (k S^2); equal to `gshard` for k = 1; a uniform router
-    gives exactly 1. Source: Switch Transformer (Fedus et al. 2021), eq. 4, with N_e over all
-    choices as Megatron-core's `aux_loss`.
+    With k choices per token the factor is E / (k S^2). The loss equals `gshard` for k = 1, and a
+    uniform router gives exactly 1. Source: Switch Transformer (Fedus et al., 2021), equation 4,
+    with N_e over all choices as in Megatron-core's `aux_loss`.
     """
     return _switch(x, x.load_E())
 
@@ -50,21 +51,24 @@ def _switch(x: RoutingCall, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> 
     experts = x.experts
     weighed_E = load_E if isinstance(penalty_E, float) else load_E * penalty_E
     total = torch.dot(x.importance_E(), weighed_E)
+    # Without any choice the clamp gives a loss of 0 instead of NaN.
     return total * experts / (x.count * load_E.sum().clamp(min=1))
 
 
 @losses.register("sequence")
 def sequence(x: RoutingCall) -> Tensor:
-    """Mean over sequences q of their `switch` loss: mean_q E / (S_q N_q) sum_e P_qe N_qe.
+    """Mean of the `switch` loss over sequences q: mean_q E / (S_q N_q) sum_e P_qe N_qe.
 
-    P_qe, N_qe: scores and choices of sequence q by expert; S_q its real tokens, N_q = sum_e N_qe.
-    All sequences have the same weight. Uniform: 1. Does not depend on how whole sequences are split
-    into micro-batches of equal numbers of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
+    P_qe and N_qe are the sums of scores and the choices of sequence q per expert, S_q is the number
+    of its real tokens, and N_q = sum_e N_qe. All sequences have the same weight. A uniform router
+    gives 1. The loss does not depend on how whole sequences are split into micro-batches with equal
+    numbers of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
     """
     assert x.info.sequence_T is not None
     sequence_T = x.info.sequence_T.long()
     experts, count = x.experts, x.info.sequences
     ones_T1 = x.probs_TE.new_ones(x.probs_TE.shape[0], 1)
+    # The additional column collects choices that are -1: -1 % (E + 1) is E.
     chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(
         1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
 
@@ -81,13 +85,14 @@ def sequence(x: RoutingCall) -> Tensor:
 
 @losses.register("global_batch")
 def global_batch(x: RoutingCall) -> Tensor:
-    """`switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
+    """Loss `switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
 
-    Scores p and their count S are of this call; N_e counts the choices of all data-parallel ranks
-    and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`), N =
-    sum_e N_e. Uniform: 1. The sum over ranks does not depend on how the batch is split over ranks;
-    micro-batches of a step see the load up to themselves, the last one all of it. Source: Qiu et
-    al. 2025 ("Demons in the Detail", global-batch load balancing loss), eq. 6, and its buffer for
+    The scores p and their number S belong to this call. N_e counts the choices of all data-parallel
+    ranks and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`),
+    and N = sum_e N_e. A uniform router gives 1. The sum over ranks does not depend on how the batch
+    is split over ranks. Each micro-batch of a step uses the load up to and including this
+    micro-batch, so only the last one uses the load of the whole batch. Source: Qiu et al., 2025
+    ("Demons in the Detail", global-batch load balancing loss), equation 6, and its buffer for
     gradient accumulation.
     """
     assert x.step_load_E is not None
@@ -96,11 +101,12 @@ def global_batch(x: RoutingCall) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: RoutingCall) -> Tensor:
-    """`switch` with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
+    """Loss `switch` with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
 
-    q_ie = blend * Norm(1 / c_ie) + (1 - blend), c_ie: topology-aware share of expert e
-    (`links.target_shares`), Norm: mean 1. Far experts cost more; equal links, or blend = 0, give
-    `switch`. Uniform: 1. Source: TA-MoE (Chen et al. 2022), section 4.2.
+    The penalties are q_ie = blend * Norm(1 / c_ie) + (1 - blend), where c_ie is the topology-aware
+    share of expert e (`links.target_shares`), and Norm scales the mean to 1. Experts behind slow
+    links cost more. With equal links or blend = 0 the loss equals `switch`. A uniform router gives
+    1. Source: TA-MoE (Chen et al., 2022), section 4.2.
     """
     return _switch(x, x.load_E(),
                    1.0 if x.penalty_E is None else x.penalty_E.to(x.logits_TE.dtype))
@@ -108,11 +114,12 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 @losses.register("sam_alignment")
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """mean_s sum_{e outside the chosen group} max(0, p(s,e) - p(s, k-th choice inside)).
+    """Group alignment: mean_s sum_{e outside the group} max(0, p(s,e) - p(s, k-th choice)).
 
-    0 exactly where the k-th choice is at least as likely as every expert outside; 0 for routers
-    without groups. Source: HetuMoE (Nie et al. 2022), gate SAM.
+    The loss is 0 exactly if the k-th choice is at least as likely as every expert outside the
+    group. For routers without groups it is always 0. Source: HetuMoE (Nie et al., 2022), gate SAM.
     """
+    # The product with 0 keeps the loss in the graph, as for every other router.
     if x.outside_TE is None:
         return x.probs_TE.sum() * 0
     last_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
@@ -122,17 +129,19 @@ def sam_alignment(x: RoutingCall) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: RoutingCall) -> Tensor:
-    """(CV^2(importance) + CV^2(load)) / 2 with a load that is smooth in the scores.
+    """(CV^2(importance) + CV^2(load)) / 2, with a load that is smooth in the scores.
 
-    importance_e = sum_s p(s,e); load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)): q the score
-    without noise, thr_s the k-th largest noisy score of token s, Phi the standard normal
-    distribution function. CV^2 is the unbiased variance over the squared mean; a router that is
-    uniform in both gives 0. Source: Shazeer et al. 2017, appendix A, with scores in place of
-    logits. Tutel's loss of this name has another value: see `tutel_load_importance`.
+    importance_e = sum_s p(s,e), and load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)). Here q is
+    the score without noise, thr_s the k-th largest noisy score of token s, and Phi the standard
+    normal distribution function. CV^2 is the unbiased variance divided by the squared mean. A
+    router that is uniform in both importance and load gives 0. Source: Shazeer et al., 2017,
+    appendix A, with scores in place of logits. Tutel's loss of the same name computes a different
+    value, see `tutel_load_importance`.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
     load_E = x.real(chance_TE).sum(0)
+    # CV^2 of each rank's own tokens: the group's loss is the mean over ranks, not the sum.
     return (_squared_cv(x.importance_E()) + _squared_cv(load_E)) / 2 * x.share()
 
 
@@ -140,10 +149,10 @@ def load_importance(x: RoutingCall) -> Tensor:
 def tutel_load_importance(x: RoutingCall) -> Tensor:
     """Tutel's `load_importance_loss`, for models that were trained with it.
 
-    As `load_importance`, with importance_e = sum_s q(s,e), of scores without noise, and thr_s the
-    noisy logit of the k-th choice of token s, not its score: a score, at most 1, is compared with
-    a logit, so that tokens whose logits are large count as load of no expert. Source: Tutel,
-    `impls/losses.py` and `impls/moe_layer.py`.
+    This loss differs from `load_importance` in two points. It uses importance_e = sum_s q(s,e), the
+    scores without noise. In addition, thr_s is the noisy logit of the k-th choice of token s, not
+    its score: a score, which is at most 1, is compared with a logit, so that tokens with large
+    logits count as load of no expert. Source: Tutel, `impls/losses.py` and `impls/moe_layer.py`.
     """
     threshold_T1 = x.logits_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -153,20 +162,21 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("importance")
 def importance(x: RoutingCall) -> Tensor:
-    """CV^2(sum_s p(s, e)) over experts, unbiased variance over squared mean; uniform: 0.
+    """CV^2(sum_s p(s, e)) over experts: the unbiased variance divided by the squared mean.
 
-    Source: Shazeer et al. 2017, eq. 6.
+    A uniform router gives 0. Source: Shazeer et al., 2017, equation 6.
     """
     return _squared_cv(x.importance_E()) * x.share()
 
 
 @losses.register("noisy_load")
 def noisy_load(x: RoutingCall) -> Tensor:
-    """CV^2(sum_s P(s, e)), P(s, e) = Phi(margin(s, e)), in training with router noisy_topk.
+    """CV^2(sum_s P(s, e)) with P(s, e) = Phi(margin(s, e)), in training with router noisy_topk.
 
-    P is the chance that e is among s's k choices if only its noise is drawn again; margin(s, e) =
-    (clean logit - k-th largest noisy logit of the others) / standard deviation of the noise.
-    Uniform: 0. Source: Shazeer et al. 2017, eqs. 8 to 11.
+    P is the probability that e is among the k choices of s if only the noise of e is drawn again.
+    margin(s, e) = (clean logit - k-th largest noisy logit of the other experts) / standard
+    deviation of the noise. A uniform router gives 0. Source: Shazeer et al., 2017, equations 8 to
+    11.
     """
     margin_TE = x.margin_TE
     assert margin_TE is not None
@@ -175,11 +185,12 @@ def noisy_load(x: RoutingCall) -> Tensor:
 
 @losses.register("z")
 def router_z(x: RoutingCall) -> Tensor:
-    """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al. 2022), eq. 5."""
+    """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al., 2022), equation 5."""
     return x.squared_z() / x.count
 
 
 def _squared_cv(values_E: Tensor) -> Tensor:
+    # A single expert has no variance. The product with 0 keeps the result in the graph.
     if values_E.numel() < 2:
         return values_E.sum() * 0
     return values_E.var(unbiased=True) / (values_E.mean().square() + 1e-10)

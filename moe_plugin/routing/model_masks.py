@@ -1,9 +1,9 @@
-"""Token masks of the blocks in a model that is not ours: the model's own masks say which tokens are
-padding, so that no caller has to.
+"""Token masks for MoE blocks inside a model of another library.
 
-`follow_masks` registers hooks on the modules that receive a mask. For the time of a module's
-forward pass, the blocks inside it take the mask that the module was called with. A module without
-a mask leaves that of the module around it.
+The masks that the model already receives tell which tokens are padding, so that callers need not
+pass a token mask. `follow_masks` registers hooks on the modules that receive a mask. During a
+module's forward pass, the MoE blocks inside it use the mask of this module. A module without a mask
+uses the mask of the module around it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from moe_plugin.routing.replay import inside_backward
 from moe_plugin.utils.messages import warn_once
 
 T = TypeVar("T")
-REAL = "attention_mask"  # transformers: 0 = padding, or numbers that are added to scores
+REAL = "attention_mask"  # transformers: 0 for padding, or numbers that are added to scores
 PADDING = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask",
-           "encoder_padding_mask", "self_attn_padding_mask")  # torch, fairseq: True = padding
+           "encoder_padding_mask", "self_attn_padding_mask")  # torch, fairseq: True for padding
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _CACHES = ("cache", "past_key_values")
-# their layers receive the same masks, and know the order of the axes
+# Containers are skipped: their layers receive the same masks and know the order of the axes.
 _CONTAINERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+# Older masks are dropped, so that forward passes without a backward pass do not accumulate masks.
 _KEPT = 63
-_CHECKPOINT = "_gradient_checkpointing_func"  # of modules of transformers
+_CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transformers
 
 
 class TokenMasks:
-    """The masks of the running pass, for all blocks of one model."""
+    """The masks of the running pass, shared by all MoE blocks of one model."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[object, Tensor | None]] = []  # who began, and the mask
-        self._trained: list[Tensor | None] = []  # of passes that may still be recomputed
+        self._open: list[tuple[object, Tensor | None]] = []  # owner and mask of each running pass
+        self._trained: list[Tensor | None] = []  # masks of passes that may still be recomputed
         self._recomputed = False
         self._warned = False
 
     def begin(self, owner: object, real: Tensor | None) -> None:
-        """A module's pass begins; None: it has the mask of the module around it."""
+        """Begin a module's pass with the mask `real`, or with the mask of the module around it if
+        None.
+        """
         if self._open:
             real = self._open[-1][1] if real is None else real
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling() \
@@ -52,33 +55,35 @@ class TokenMasks:
         self._open.append((owner, real))
 
     def end(self, owner: object) -> None:
-        """It ends; what an error left open inside it, too."""
-        while any(mine is owner for mine, _ in self._open):
+        """End a module's pass, and all passes inside it that an error left open."""
+        # A module that raised an error may not have ended its pass.
+        while any(opened_by is owner for opened_by, _ in self._open):
             if self._open.pop()[0] is owner:
                 break
 
     @property
     def running(self) -> bool:
-        """Whether a pass runs."""
+        """Whether a pass is running."""
         return bool(self._open)
 
     @property
     def real(self) -> Tensor | None:
-        """The mask of the pass that runs, or that is recomputed."""
+        """The mask of the pass that runs or is being recomputed."""
         if self._open:
             return self._open[-1][1]
         if torch.compiler.is_compiling() or not inside_backward():
             return None
+        # Backward has begun, so the next forward pass starts a new list of masks.
         self._recomputed = True
         if not all(_equal(mask, self._trained[-1]) for mask in self._trained):
             raise ValueError(
-                "an MoE block is recomputed alone after several forward passes with token masks, "
-                "of which any may be the one that is recomputed: call backward after each forward "
-                "pass, or checkpoint a module that is called with the mask")
+                "An MoE block is recomputed separately after several forward passes with different "
+                "token masks, so its mask is ambiguous. Call backward after each forward pass, or "
+                "checkpoint a module that is called with the mask.")
         return self._trained[-1] if self._trained else None
 
     def keeping(self, mask: Tensor | None, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)`, with this mask."""
+        """Call `function(*args)` with this mask."""
         owner = object()
         self._open.append((owner, mask))
         try:
@@ -87,7 +92,9 @@ class TokenMasks:
             self.end(owner)
 
     def of(self, x: Tensor) -> Tensor | None:
-        """The mask of tokens x [..., D], bool [...]; None: all are real, as far as is known."""
+        """Return the mask bool [...] of tokens x [..., D], or None if all tokens are assumed to be
+        real.
+        """
         real = self.real
         if real is None:
             return None
@@ -101,12 +108,12 @@ class TokenMasks:
             return real.reshape(-1)
         if not self._warned:
             self._warned = True
-            _warn(f"a token mask {tuple(real.shape)} does not fit the input {tuple(x.shape)} of an "
-                  "MoE block")
+            _warn(f"A token mask of shape {tuple(real.shape)} does not match the input of shape "
+                  f"{tuple(x.shape)} of an MoE block")
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenMasks, ()  # a copy has no pass that runs
+        return TokenMasks, ()  # a copy has no running pass
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -116,18 +123,19 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _warn(why: str) -> None:
-    warn_once(__name__, f"{why}: padding is routed and counted like real tokens; call the block "
-                        "with the mask, MoEBlock.forward(x, token_mask), bool, True = real token")
+    warn_once(__name__, f"{why}. Padding is therefore routed and counted like real tokens. Pass a "
+                        "mask to the block: MoEBlock.forward(x, token_mask), bool, True for real "
+                        "tokens.")
 
 
 class _Checkpoint:
-    """A function that checkpoints activations; the second run has the mask of the first."""
+    """A checkpointing function that gives the second run the mask of the first run."""
 
     def __init__(self, masks: TokenMasks, function: Callable[..., Any]) -> None:
         self.masks, self.function = masks, function
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As the function."""
+        """Call the function."""
         if self.masks.running and not torch.compiler.is_compiling():
             run = partial(self.masks.keeping, self.masks.real, run)
         return self.function(run, *args, **kwargs)
@@ -135,13 +143,13 @@ class _Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class _Hook:
-    """Of a module that receives a mask.
+    """A hook on a module that receives a mask.
 
     Attributes:
-        name: of the argument.
-        places: positions of arguments by name.
-        layer: it is called by a module that also has the mask, in the form in which users give it.
-        checkpoints: modules inside that checkpoint activations themselves.
+        name: name of the mask argument.
+        places: maps the names of arguments to their positions.
+        layer: True if the module's caller also has the mask, in the form in which users pass it.
+        checkpoints: modules inside this module that checkpoint activations.
     """
 
     masks: TokenMasks
@@ -162,12 +170,12 @@ class _Hook:
         self.masks.begin(self, real)
 
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the pass, or after its error."""
+        """End the pass, also after an error."""
         self.masks.end(self)
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-        place = self.places.get(name)
-        return args[place] if place is not None and place < len(args) else kwargs.get(name)
+        position = self.places.get(name)
+        return args[position] if position is not None and position < len(args) else kwargs.get(name)
 
     def _real(self, module: nn.Module, value: Any, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Tensor | None:
@@ -181,36 +189,39 @@ class _Hook:
         real = attended(value, length, bool(getattr(cache, "is_compileable", False)))
         says = not isinstance(value, Mapping) or any(mask is not None for mask in value.values())
         if real is None and says and not self.masks.running:
-            _warn(f"{type(module).__name__} got {self.name} of a form that says nothing of single "
-                  "tokens")
+            _warn(f"{type(module).__name__} received {self.name} in a form that does not describe "
+                  "single tokens")
         return real
 
 
 def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tensor | None:
-    """Real tokens of a pass, bool [B, S], by an attention mask of `transformers`.
+    """Return the real tokens of a pass, bool [B, S], derived from an attention mask of
+    `transformers`.
 
     Args:
-        value: [B, S] (longer with a cache: the last S columns count; 0 = padding), [B, 1, S, K]
-            (bool: True = may look; numbers: are added to the scores), or a dictionary of these by
-            kinds of layers. A token is real if it may look at itself.
-        length: S; None: that of the mask.
-        fixed_cache: K counts places of a cache that are not used yet, too: a token is real if it
-            may look at any.
-    Returns: None: the mask does not say it.
+        value: mask [B, S] (0 for padding; with a cache the mask is longer and its last S columns
+            count), mask [B, 1, S, K] (bool with True for visible positions, or numbers that are
+            added to the scores), or a dictionary of such masks by kind of layer. A token is real if
+            it may attend to its own position.
+        length: sequence length S. Defaults to the length of the mask.
+        fixed_cache: whether K includes unused positions of a cache. Then a token is real if it may
+            attend to any position.
+    Returns: the mask, or None if the attention mask does not describe single tokens.
     """
     if isinstance(value, Mapping):
-        found = (attended(mask, length, fixed_cache) for mask in value.values())
-        return next((real for real in found if real is not None), None)
+        masks = (attended(mask, length, fixed_cache) for mask in value.values())
+        return next((real for real in masks if real is not None), None)
     if not isinstance(value, Tensor) or value.dim() not in (2, 3, 4):
         return None
     if value.dim() == 2:
         size = value.shape[1] if length is None else length
         return value[:, value.shape[1] - size:] != 0 if value.shape[1] >= size else None
+    # Numbers that are added to scores are 0 for visible positions, and very negative otherwise.
     looks = value > torch.finfo(value.dtype).min / 2 if value.is_floating_point() else value != 0
     looks = looks[:, None] if looks.dim() == 3 else looks
     queries, keys = looks.shape[2:]
     looks = looks.any(1)
-    if queries == 1 and keys == length:  # the same for all that look
+    if queries == 1 and keys == length:  # one row for all queries
         return looks[:, 0]
     if length not in (None, queries) or keys < queries:
         return None
@@ -220,9 +231,11 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
 
 
 def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
-    """Real tokens by a padding mask: bool, True = padding, or numbers that are added to scores."""
+    """Return the real tokens for a padding mask: bool with True for padding, or numbers added to
+    scores.
+    """
     if not isinstance(value, Tensor) or value.dim() > 2:
-        _warn(f"{type(module).__name__} got a padding mask that is not a tensor [B, S]")
+        _warn(f"{type(module).__name__} received a padding mask that is not a tensor [B, S]")
         return None
     real = value == 0 if value.is_floating_point() else ~value.bool()
     attention = getattr(module, "self_attn", None)
@@ -231,33 +244,36 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """Of a model none of whose modules receives a mask that is known: says so once."""
+    """A hook for models without any known mask argument. It logs a warning once."""
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a pass of the model."""
+        """Check the arguments before a pass of the model."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        for name, place in self.places.items():
-            value = args[place] if place < len(args) else kwargs.get(name)
+        for name, position in self.places.items():
+            value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() \
                     and any(x is not value and x.shape[:2] == value.shape for x in given):
-                _warn(f"{type(module).__name__} got {name}, whose meaning is not known here "
-                      f"(known: {REAL}, {', '.join(PADDING)})")
+                _warn(f"{type(module).__name__} received the unknown mask {name} (known masks: "
+                      f"{REAL}, {', '.join(PADDING)})")
 
 
 def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
-    """From now on the result has the masks that modules of a model are called with. The same for
-    the same model. inside: modules that read them; only modules around these are followed.
+    """Return an object that follows the masks that modules of a model are called with.
+
+    A second call for the same model returns the same object.
+
+    inside: the modules that read the masks. Only modules around these modules are followed.
     """
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     known = [hook.masks for hook in hooks if isinstance(hook, _Hook)]
     masks, readers = known[0] if known else TokenMasks(), {id(module) for module in inside}
     around = [module for module in model.modules() if id(module) not in readers
               and any(id(part) in readers for part in module.modules())]
-    found = [_hooked(module, masks) for module in around]
-    if any(found) or any(isinstance(hook, _Unknown) for hook in hooks):
+    hooked = [_hooked(module, masks) for module in around]
+    if any(hooked) or any(isinstance(hook, _Unknown) for hook in hooks):
         return masks
     for module in around:
         if names := {name: at for name, at in _places(module).items() if "mask" in name}:
@@ -267,19 +283,21 @@ def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
 
 
 def _places(module: nn.Module) -> dict[str, int]:
-    return {name: place
-            for place, name in enumerate(inspect.signature(module.forward).parameters)}
+    return {name: position
+            for position, name in enumerate(inspect.signature(module.forward).parameters)}
 
 
 def _hooked(module: nn.Module, masks: TokenMasks) -> bool:
-    """Register a hook on a module that receives a mask; whether it has one."""
+    """Register a hook on a module that receives a mask, and return whether the module has such a
+    hook.
+    """
     if any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values()):
         return True
     places = _places(module)
     of_padding = [name for name in PADDING if name in places]
     if isinstance(module, nn.TransformerDecoderLayer):
         of_padding = of_padding[:1]
-    # of two masks, the modules inside know which one is theirs
+    # An encoder-decoder model receives two masks. Its inner modules receive the one they need.
     if isinstance(module, _CONTAINERS) or "decoder_input_ids" in places:
         return False
     if REAL not in places and len(of_padding) != 1:
@@ -290,5 +308,6 @@ def _hooked(module: nn.Module, masks: TokenMasks) -> bool:
                                          if hasattr(part, "gradient_checkpointing"))
     hook = _Hook(masks, name, places, layer, checkpoints)
     module.register_forward_pre_hook(hook, with_kwargs=True)
+    # `always_call`, because a pass must also end if the module raises an error.
     module.register_forward_hook(hook.ends, always_call=True)
     return True

@@ -1,20 +1,20 @@
-"""Pre-gated MoE: each block chooses the experts of the next one.
+"""Pre-gated MoE: each block chooses the experts of the next block.
 
-The gate of block n+1, its pre-gate, reads what block n's experts read: which experts run next is
-known one block early. It stays the `router` of block n+1 in names and checkpoints; block n calls
-it. So a checkpoint of ordinary gates is where fine-tuning starts: the pre-gate that feeds block n+1
-begins as the gate of block n+1. The first block has its own gate as well; the last one feeds none.
-Source: Hwang et al. 2024 (Pre-gated MoE).
+The gate of block n+1, its pre-gate, reads the same input as the experts of block n. The experts
+that run next are therefore known one block early. The pre-gate remains the `router` of block n+1 in
+names and checkpoints, but block n calls it. Fine-tuning can therefore start from a checkpoint of
+ordinary gates: each pre-gate begins as the gate of its block. The first block also has its own
+gate, and the last block calls no pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
 
-`link` joins the layers of a model, or of one pipeline stage of it, whose first block then has its
-own gate: it puts a `NextBlockRouting` in the place of each layer's routing, and hooks on the layer.
-A decision travels in a `RoutingMailbox` that two neighbours share: block n puts it there, block n+1
-takes it out in the same forward pass.
+`link` connects the layers of a model, or of one pipeline stage, where the first block of each stage
+has its own gate. It replaces each layer's routing by a `NextBlockRouting`, and registers hooks on
+the layer. A `RoutingMailbox` between two neighbours passes the decision: block n puts it there, and
+block n+1 removes it in the same forward pass.
 
-Gradients of the gate weights and of the balance losses travel back on a path of their own, not in
-torch's graph: block n+1 takes them as leaves and leaves their gradients where block n's backward
-pass picks them up, which always comes later. So a block can be recomputed alone (activation
-checkpointing), as its decision is recorded with it (`routing.replay`).
+Gradients of the gate weights and of the balance losses return on a separate path, not in torch's
+graph. Block n+1 treats the values as leaves, and stores their gradients where the backward pass of
+block n, which always runs later, reads them. As a result, a block can be recomputed separately
+(activation checkpointing), because its decision is recorded with it (`routing.replay`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRouting:
-    """A decision on its way to the next block, and its gradients on their way back.
+    """A decision passed to the next block, and the gradients passed back.
 
     Attributes:
-        routing: without a graph.
-        gradients: of `_values(routing)`, from backward of the block that used them to backward of
-            the one that decided; None: there are none.
+        routing: the decision, without a graph.
+        gradients: gradients of `_values(routing)`. Set by the backward pass of the block that used
+            the decision, and read by the backward pass of the block that made it. None if there are
+            no gradients.
     """
 
     routing: Routing | None = None
@@ -51,48 +52,52 @@ class PendingRouting:
 
 
 class RoutingMailbox:
-    """Between two blocks: the decision of the forward pass under way.
+    """The decision that one block passes to the next block in the current forward pass.
 
-    One that a forward pass left here, because it ended by an exception, is replaced by the next
-    one's. A call without tokens, by which a rank takes part in the calls of others while a pass of
-    its own is under way, has a place of its own.
+    If a forward pass ends with an exception, the decision that it left here is replaced in the next
+    pass. Calls without tokens use a separate slot: a rank makes such calls to join the calls of
+    other ranks while its own pass is under way.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[bool, PendingRouting] = {}
 
     def put(self, pending: PendingRouting, tokens: int) -> None:
-        """Called by the block that decided."""
+        """Store a decision. The block that made the decision calls this method."""
         self._waiting[tokens > 0] = pending
 
     def take(self, tokens: int) -> PendingRouting:
-        """What was put, once.
+        """Remove and return the stored decision.
 
         Raises:
-            ValueError: nothing is here, or it is of another number of tokens.
+            ValueError: no decision is stored, or the decision is for another number of tokens.
         """
         pending = self._waiting.pop(tokens > 0, None)
         if pending is None:
             raise ValueError(
-                f"no pre-gate has decided for these {tokens} tokens: each forward pass must call "
-                "the blocks in the order in which moe_plugin.routing.pregate.link joined them, and "
-                "a recomputation must be one of torch.utils.checkpoint.checkpoint; call all of "
-                "them, or set router.pre_gate=0")
+                f"No pre-gate has chosen experts for these {tokens} tokens. Each forward pass must "
+                "call all blocks in the order in which moe_plugin.routing.pregate.link joined "
+                "them, and only torch.utils.checkpoint.checkpoint may recompute a block. "
+                "Otherwise set router.pre_gate=0.")
         count = pending.routing.ids_TK.shape[0]
         if count != tokens:
             raise ValueError(
-                f"a pre-gate decided for {count} tokens, and {tokens} have come: must be equal; "
-                "call the blocks with the same tokens, or set router.pre_gate=0")
+                f"A pre-gate has chosen experts for {count} tokens, but the next block received "
+                f"{tokens} tokens. Call all blocks with the same tokens, or set "
+                "router.pre_gate=0.")
         return pending
 
     def clear(self) -> None:
-        """Drop what is waiting."""
+        """Delete all stored decisions."""
         self._waiting.clear()
 
 
 @dataclass(frozen=True)
 class _Decided:
-    """What a block decided for the next one. values: what has a gradient, in the block's graph."""
+    """The decision of a block for the next block.
+
+    values: the values with a gradient, in the block's graph.
+    """
 
     routing: Routing
     pending: PendingRouting | None = None
@@ -100,12 +105,12 @@ class _Decided:
 
 
 class LinkableLayer(nn.Module):
-    """Base of an MoE layer that may be joined with the block before and after it.
+    """Base class of an MoE layer that may be linked with the blocks before and after it.
 
     Attributes:
         config, router, experts, capacity, layouts: parts of `MoELayer`.
-        route: the experts of each token of a call.
-        link: what stands in the place of `route`; None: the layer knows no neighbours.
+        route: returns the routing of a call.
+        link: the object that replaces `route`. None if the layer is not linked.
     """
 
     config: Any
@@ -118,49 +123,56 @@ class LinkableLayer(nn.Module):
 
     @property
     def model_dim(self) -> int:
-        """D, the width of a token."""
+        """The width D of a token."""
         width: int = self.config.model_dim
         return width
 
 
 class NextBlockRouting:
-    """A layer's routing where blocks know each other: its decision may come from the block before,
-    and it may decide, or predict, for the next one.
+    """The routing of a linked layer.
+
+    The decision may come from the block before, and the layer may decide or predict the routing of
+    the next block.
 
     Attributes:
-        layer: whose `route` this stands for.
-        following: the next block; its `router` is the pre-gate, or predicts; None: there is none.
-        inbox: the block before puts the decision here; None: the layer's own gate decides.
-        outbox: this block puts the next one's decision here; None: it decides for none.
+        layer: the layer with the `route` that this object replaces.
+        following: the next block. The `router` of this block is the pre-gate or predicts the
+            routing. None for the last block.
+        inbox: mailbox with decisions of the block before. None if the layer's own gate decides.
+        outbox: mailbox for decisions for the next block. None if this block decides for no other
+            block.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
                  inbox: RoutingMailbox | None, outbox: RoutingMailbox | None) -> None:
         self.layer, self.following, self.inbox, self.outbox = layer, following, inbox, outbox
-        self._decided: _Decided | None = None  # in the call under way
+        self._decided: _Decided | None = None  # decision of the current call
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Stand in the layer's way: at its routing, its output and its experts."""
+        """Replace the layer's routing, and register hooks on its output and its experts."""
         self.layer.link, self.layer.route = self, self.route  # type: ignore[method-assign]
         if self.following is None:
             return
         self._hooks.append(self.layer.register_forward_hook(self._tie))
+        # Only stored experts must be fetched before they can compute.
         if self.following.experts.stored:
             self._hooks.append(self.layer.experts.register_forward_pre_hook(self._while_computing))
 
     def detach(self) -> None:
-        """Leave the layer as it was."""
+        """Restore the layer's own routing and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self.layer.link = None
+        # Deleting the attribute of the instance makes the method of the class visible again.
         del self.layer.route
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """See `MoELayer.route`.
+        """Return the routing of a call; see `MoELayer.route`.
 
         Raises:
-            ValueError: what the mailbox has does not fit; `torch.func` makes the call.
+            ValueError: the decision in the mailbox does not match the call, or `torch.func`
+                transforms it.
         """
         if transformed():
             raise not_transformed("linked blocks (router.pre_gate, router.predict)")
@@ -176,43 +188,45 @@ class NextBlockRouting:
         return routing
 
     def _received(self, inbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> Routing:
-        """The decision of the block before."""
+        """Return the decision of the block before."""
         count = tokens.x_TD.shape[0]
         pending = replayed(self, lambda: inbox.take(count), self.layer.training,
                            what="received decision", values=False)
         routing = pending.routing
         if top_k not in (None, routing.ids_TK.shape[1]):
             raise ValueError(
-                f"top_k={top_k} does not fit the pre-gate's {routing.ids_TK.shape[1]} experts a "
-                "token: must be equal; pass all blocks the same top_k")
+                f"top_k={top_k} differs from the {routing.ids_TK.shape[1]} experts per token that "
+                "the pre-gate has chosen. Pass the same top_k to all blocks.")
+        # Without a gradient of the input, backward would not reach the block that decided.
         if not (torch.is_grad_enabled() and tokens.x_TD.requires_grad):
             return routing
         values = _Receive.apply(pending, tokens.x_TD, *_values(routing))
         return _with_values(routing, values)
 
     def _decide(self, outbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> _Decided:
-        """The decision for the next block, which finds it in its inbox."""
+        """Choose the experts of the next block and put the decision into its inbox."""
         if torch.compiler.is_compiling():
-            raise ValueError("router.pre_gate=1 does not fit torch.compile: must be 0; leave the "
-                             "model as it is, or compile the parts between the MoE layers")
+            raise ValueError("router.pre_gate=1 cannot be used with torch.compile. Set "
+                             "router.pre_gate=0, run the model without torch.compile, or compile "
+                             "only the parts between the MoE layers.")
         after = self.following
         routing = _routed(after, tokens, top_k)
-        made: list[PendingRouting] = []
+        new_pendings: list[PendingRouting] = []
 
         def new() -> PendingRouting:
-            made.append(PendingRouting())
-            return made[0]
+            new_pendings.append(PendingRouting())
+            return new_pendings[0]
 
         pending = replayed(self, new, self.layer.training, what="sent decision", values=False)
         values = _values(routing)
-        if made:  # in a recomputation the next block has it already
+        if new_pendings:  # in a recomputation the next block has already received the decision
             decided = _with_values(routing, [x.detach() for x in values])
             pending.routing = replace(decided, sizes=_start_sizes(after, decided))
             outbox.put(pending, tokens.x_TD.shape[0])
         return _Decided(routing, pending, values)
 
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
-        """The block's output, unchanged; its backward pass takes the decision's gradients along."""
+        """Return the block's output unchanged, connected to the gradients of the decision."""
         decided, self._decided = self._decided, None
         values = () if decided is None else decided.values
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in values):
@@ -221,7 +235,9 @@ class NextBlockRouting:
         return replace(output, output=y)
 
     def _while_computing(self, experts: nn.Module, args: tuple[ExpertRows]) -> Any:
-        """The next block's experts that were chosen are fetched while this one's compute."""
+        """Start to fetch the chosen experts of the next block while the experts of this block
+        compute.
+        """
         decided, after = self._decided, self.following
         if decided is None:
             return None
@@ -229,7 +245,7 @@ class NextBlockRouting:
         return (replace(args[0], started=lambda: after.experts.prefetch(ids_TK)),)
 
     def forget(self) -> None:
-        """Drop a decision that was not taken."""
+        """Delete a decision that the next block has not received."""
         if self.outbox is not None:
             self.outbox.clear()
 
@@ -239,8 +255,9 @@ def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
 
 
 def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
-    """Begin to agree with other ranks on the sizes of a layer's next call, whose choices are known;
-    None: there is nothing to agree on yet. Collective, in the order of calls.
+    """Start the agreement of all ranks on the sizes of a layer's next call.
+
+    Returns None if the choices do not yet determine the sizes. Collective, in the order of calls.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -248,22 +265,22 @@ def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
 
 
 def link(model: nn.Module) -> int:
-    """Let each MoE layer of a model choose the experts of the next one (`router.pre_gate`), or
-    predict them (`router.predict`).
+    """Link the MoE layers of a model, so that each layer chooses (`router.pre_gate`) or predicts
+    (`router.predict`) the experts of the next layer.
 
-    Layers are joined in the order of the model's modules, which must be the order in which a
-    forward pass calls them, each once. For a model with several stacks, or several stages in one
-    process, call it with each of them. A model that asks for neither is left as it is.
+    Layers are linked in the order of the model's modules. A forward pass must call each layer once
+    and in this order. For a model with several stacks, or several pipeline stages in one process,
+    call this function for each stack or stage. A model without either setting is not changed.
 
-    Returns: how many layers have a pre-gate now: one less than there are.
+    Returns: the number of layers with a pre-gate, which is the number of layers minus one.
     Raises:
-        ValueError: some layers ask for pre-gates and some do not; neighbours differ in width.
+        ValueError: only some layers set `router.pre_gate`, or neighbouring layers differ in width.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
     if any(asked) and not all(asked):
         raise ValueError(f"router.pre_gate={list(map(int, asked))} differs between the layers of "
-                         "a model: must be equal; set it to 1 for all of them, or to 0")
+                         "a model. Set it to 1 for all layers, or to 0 for all layers.")
     if any(asked):
         _check_widths(layers)
     for layer in layers:
@@ -276,19 +293,21 @@ def link(model: nn.Module) -> int:
             if before.config.router.predict and _predictable(before, after):
                 NextBlockRouting(before, after, None, None).attach()
         return 0
+    # One mailbox between each pair of neighbours. The first layer has no inbox, the last no outbox.
     boxes = [RoutingMailbox() for _ in layers[1:]]
     for layer, after, inbox, outbox in zip(layers, [*layers[1:], None], [None, *boxes],
                                            [*boxes, None], strict=True):
         NextBlockRouting(layer, after, inbox, outbox).attach()
     logger.info(
-        "pre-gates choose the experts of MoE layers 2 to %d of %d, each in the block before; from "
-        "a checkpoint without pre-gates each starts as the gate of its layer", len(layers),
+        "Pre-gates choose the experts of MoE layers 2 to %d of %d in the block before each layer. "
+        "With a checkpoint without pre-gates, each pre-gate starts as the gate of its layer.",
+        len(layers),
         len(layers))
     return len(layers) - 1
 
 
 def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Whether it pays to know early what the block after will choose."""
+    """Return whether knowing the choices of the next block early saves time."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
@@ -296,26 +315,27 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
     for before, after in zip(layers, layers[1:], strict=False):
         if before.model_dim != after.model_dim:
             raise ValueError(
-                f"a pre-gate between blocks of width {before.model_dim} and {after.model_dim} does "
-                "not fit: must be equal; set router.pre_gate=0, or link each stack by itself")
+                f"A pre-gate cannot connect blocks of width {before.model_dim} and "
+                f"{after.model_dim}, because the widths must be equal. Set router.pre_gate=0, or "
+                "link each stack separately.")
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Whether a layer's experts are chosen in the layer itself, not one block early."""
+    """Return whether a layer chooses its experts itself, not one block early."""
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """A layer, and those after it whose experts are chosen one block early."""
-    here: LinkableLayer | None = layer
-    while here is not None:
-        yield here
-        linked = here.link is not None and here.link.outbox is not None
-        here = here.link.following if linked else None
+    """Yield a layer and the layers after it with experts that are chosen one block early."""
+    current: LinkableLayer | None = layer
+    while current is not None:
+        yield current
+        linked = current.link is not None and current.link.outbox is not None
+        current = current.link.following if linked else None
 
 
 def _values(routing: Routing) -> list[Tensor]:
-    """What has a gradient."""
+    """Return the values of a routing that have a gradient."""
     more = [] if routing.passthrough_T is None else [routing.passthrough_T]
     return [routing.weights_TK, *more, *routing.losses.values()]
 
@@ -334,14 +354,15 @@ def _without_graph(x: Tensor | None) -> Tensor | None:
 
 
 class _Receive(torch.autograd.Function):
-    """A decision's values as leaves; their gradients go into `PendingRouting`.
+    """Return a decision's values as leaves, and store their gradients in `PendingRouting`.
 
-    The block's input is an argument, so that backward comes here before the block before.
+    The block's input is an argument, so that this backward runs before that of the block before.
     """
 
     @staticmethod
     def forward(ctx: Any, pending: PendingRouting, x_TD: Tensor,
                 *values: Tensor) -> tuple[Tensor, ...]:
+        # Missing gradients stay None, so that the deciding block need not compute with zeros.
         ctx.pending = pending
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
@@ -353,7 +374,9 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """A block's output; backward gives its decision's values the gradients that have come back."""
+    """Return a block's output; in backward, the decision receives the gradients that the next block
+    stored.
+    """
 
     @staticmethod
     def forward(ctx: Any, pending: PendingRouting, y_TD: Tensor, *values: Tensor) -> Tensor:
@@ -363,5 +386,6 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         pending = ctx.pending
-        found, pending.gradients = pending.gradients, None
-        return (None, grad_TD, *(found or (None,) * ctx.count))
+        # Cleared, because another backward pass over the same graph brings new gradients.
+        gradients, pending.gradients = pending.gradients, None
+        return (None, grad_TD, *(gradients or (None,) * ctx.count))

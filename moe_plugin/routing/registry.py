@@ -1,8 +1,9 @@
-"""Routers by name, and how a layer builds the one (or several) that its settings name, checks what
-users bring, and warns where nothing keeps the experts of a model balanced in training.
+"""The router registry, and the construction and checks of a layer's router.
 
-What routers of users return is checked, because a layer would use some of it wrongly without a word
-(an expert that does not exist, weights that broadcast).
+A layer builds the router, or the several routers, that its settings name. Results of user-defined
+routers are checked, because some errors would silently give wrong results (an expert that does not
+exist, weights that broadcast). A warning is logged if neither the router nor a loss keeps the
+experts balanced in training.
 """
 
 from __future__ import annotations
@@ -29,44 +30,49 @@ from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
-    """Called in place of a layer's routing, it says what is missing. setting: that asks for it."""
+    """A placeholder for the routing of a layer that was not linked to its neighbours. Calling it
+    raises an error.
+
+    setting: the setting that requires the link.
+    """
 
     def __init__(self, setting: str) -> None:
         self.setting = setting
 
     @classmethod
     def of(cls, config: MoEConfig) -> Unlinked | None:
-        """For a layer with these settings; None: it needs no neighbours."""
+        """Return a placeholder if these settings require linked layers, else None."""
         if config.router.pre_gate:
             return cls("router.pre_gate=1")
         return cls("router.predict=True") if config.router.predict else None
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raises: ValueError: always."""
-        raise ValueError(f"{self.setting} needs to know which block comes next: call "
-                         "moe_plugin.routing.pregate.link(model) once the model is built, or leave "
-                         "it out")
+        """Raise `ValueError` with instructions to link the layers."""
+        raise ValueError(f"The setting {self.setting} requires linked layers. Call "
+                         "moe_plugin.routing.pregate.link(model) after building the model, or "
+                         "remove the setting.")
 
 
 @dataclass(frozen=True)
 class RoutingCheck:
-    """A forward hook: `ValueError` unless a router's result has the form of a `Routing`.
+    """A forward hook that raises `ValueError` if a router's result is not a valid `Routing`.
 
-    An id of an expert that does not exist is an error of `check_range`.
+    Ids of experts that do not exist are reported by `check_range`.
 
     Attributes:
-        experts: E.
+        experts: number of experts E.
     """
 
     experts: int
 
     def __call__(self, router: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  routing: Routing) -> None:
-        """See the class."""
+        """Check the result of a router call."""
         who = f"router {type(router).__name__}"
         if not isinstance(routing, Routing):
-            raise ValueError(f"{who} returned a {type(routing).__name__}: must be a "
-                             "moe_plugin.records.Routing")
+            raise ValueError(f"The {who} returned an object of type {type(routing).__name__}. It "
+                             "must return a moe_plugin.records.Routing.")
+        # The first parameter of a user-defined router may have any name.
         x_TD = args[0] if args else next(iter(kwargs.values()))
         tokens, ids_TK = x_TD.shape[0], routing.ids_TK
         if ids_TK.dim() != 2 or ids_TK.shape[0] != tokens or ids_TK.dtype != torch.int64:
@@ -80,21 +86,25 @@ class RoutingCheck:
             if x_T is not None and tuple(x_T.shape) != (tokens,):
                 raise _refused(who, name, x_T, f"of shape {(tokens,)}, or None")
         check_range(ids_TK, -1, self.experts - 1,
-                    f"{who} returned ids_TK with experts {{}}..{{}}: must be in "
-                    f"0..{self.experts - 1}, or -1 for no expert; build it for "
-                    f"num_experts={self.experts}")
+                    f"The {who} returned ids_TK with experts {{}}..{{}}. They must be in "
+                    f"0..{self.experts - 1}, or -1 for no expert. Build the router for "
+                    f"num_experts={self.experts}.")
 
 
-def _refused(who: str, name: str, found: Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{who} returned {name} of shape {tuple(found.shape)} and {found.dtype}: "
-                      f"must be {wanted}")
+def _refused(who: str, name: str, value: Tensor, wanted: str) -> ValueError:
+    return ValueError(f"The {who} returned {name} with shape {tuple(value.shape)} and dtype "
+                      f"{value.dtype}. It must be {wanted}.")
 
 
 def check_results(router: nn.Module, experts: int) -> None:
-    """Check what a router, or each of several, returns from now on, unless it is of this package.
+    """Check the results of a user-defined router from now on.
+
+    Routers of this package are not checked. If several routers are combined, each is checked
+    separately.
     """
     check = RoutingCheck(experts)
     for part in getattr(router, "routers", []) if _of_package(router) else [router]:
+        # A router that several layers share gets the hook only once.
         if not _of_package(part) and check not in part._forward_hooks.values():
             part.register_forward_hook(check, with_kwargs=True)
 
@@ -104,37 +114,41 @@ def _of_package(router: nn.Module) -> bool:
 
 
 def check_losses(router: nn.Module, weights: Mapping[str, float]) -> None:
-    """`ValueError` for a loss, name to weight, that neither the registry nor the router knows."""
+    """Raise `ValueError` if neither the registry nor the router knows a loss.
+
+    weights: maps the name of each loss to its weight.
+    """
     own = getattr(router, "own_losses", frozenset())
     for name, weight in weights.items():
         if weight > 0 and name not in own:
             losses.get(name)
 
 
-# losses that do not look at how many tokens an expert gets
+# losses that do not depend on the number of tokens per expert
 _OTHER_LOSSES = frozenset({"z", "sam_alignment"})
 _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gshard': 0.01} "
            "(--moe-losses gshard=0.01; in Megatron also --moe-aux-loss-coeff 0.01), or a router "
-           "that needs none, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
+           "that needs no balance loss, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
 
 
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Warn, once for each text, that nothing keeps the experts balanced."""
+    """Warn once per text that nothing keeps the experts balanced."""
     warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 
 def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
-    """`warn_unbalanced` for a layer that has neither a balance loss nor a router that balances.
+    """Warn if a layer has neither a balance loss nor a router that balances.
 
-    The first rank of the first layer speaks for all, none where the host does not train; a router
-    of another kind than `RouterModule` is believed to balance.
+    Only the first rank of the first layer logs the warning, and only if the host trains. Routers
+    that do not derive from `RouterModule` are assumed to balance.
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
         first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
     if speaks and config.router.force != "none":
-        warn_once(__name__, f"router.force={config.router.force}: no router chooses the experts: "
-                  "for benchmarks, not for a model that is to be used")
+        warn_once(__name__, f"router.force={config.router.force} replaces the router's choice of "
+                  "experts. Use this setting for benchmarks only, not to train a model.")
         return
+    # If every token visits every expert, the load is even without any balancing.
     everywhere = config.router.experts_per_token >= config.num_experts
     if not speaks or everywhere or balances_by_itself(router):
         return
@@ -143,7 +157,7 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 
 def has_balance_loss(losses: Mapping[str, float]) -> bool:
-    """Whether one of these losses, name to weight, grows with an uneven load."""
+    """Return whether one of these losses (name to weight) grows with an uneven load."""
     return any(weight > 0 and name not in _OTHER_LOSSES for name, weight in losses.items())
 
 
@@ -152,35 +166,37 @@ routers: Registry[Callable[..., nn.Module]] = Registry("router")
 
 def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostContext = HostContext(),
                  dtype: torch.dtype | None = None, device: Any = None) -> nn.Module:
-    """The configured router, or a `RouterSelector` of several.
+    """Build the configured router, or a `RouterSelector` if several routers are configured.
 
-    A router is made by `factory(config, comm=, host=, dtype=, device=)` and called as
+    A router is built by `factory(config, comm=, host=, dtype=, device=)` and called as
     `router(x_TD, mask_T, top_k, info)`.
 
     Args:
-        config: of the layer.
-        comm: ranks that hold the experts; None: this rank alone.
-        host: what the host knows of the layer.
-        dtype, device: of the parameters.
+        config: settings of the layer.
+        comm: the ranks that store the experts. Defaults to this rank alone.
+        host: the facts that the host framework provides about the layer.
+        dtype, device: dtype and device of the parameters.
     """
     config.router.check_read()
     where = {"comm": comm, "host": host, "dtype": dtype, "device": device}
     factories = [routers.get(name) for name in config.router.names]
     if len(factories) == 1:
         return factories[0](config, **where)
+    # Each router gets only losses that it can compute, because it rejects all other losses.
     made = [factory(_with_own_losses(config, factory, factories), **where) for factory in factories]
     return RouterSelector(made, config.router, comm=comm, host=host, device=device)
 
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """The router of a layer: `router` where one is given, else the configured one.
+    """Return the router of a layer: the given `router`, or the configured router if it is None.
 
-    What a router of another package returns is checked in each call (`RoutingCheck`). Warns once
-    where nothing keeps the experts balanced, see `check_balance`. where: see `build_router`.
+    The results of a router from another package are checked in each call (`RoutingCheck`). A
+    warning is logged once if nothing keeps the experts balanced, see `check_balance`. The arguments
+    `where` are passed to `build_router`.
 
     Raises:
-        ValueError: a loss of an unknown name, or what `build_router` refuses.
+        ValueError: a loss is unknown, or `build_router` rejects the settings.
     """
     if router is None:
         router = build_router(config, comm, host=host, **where)
@@ -188,8 +204,8 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
         check_losses(router, config.losses)
     if config.router.top_k_at:
         check(any(isinstance(part, TopKSchedule) for part in router.modules()), "router.top_k_at",
-              config.router.top_k_at, f"empty with router {type(router).__name__}, which does not "
-              "follow it", "leave it out, or derive the router from moe_plugin.routing.Router")
+              config.router.top_k_at, f"empty with router {type(router).__name__}, which ignores "
+              "the setting", "leave it out, or derive the router from moe_plugin.routing.Router")
     check_results(router, config.num_experts)
     check_balance(router, config, comm, host)
     return router
@@ -197,8 +213,9 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
                      factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Without the losses that only other routers of the list can compute. A loss that none of them
-    can compute stays, and the router refuses it.
+    """Return the settings without the losses that only other routers of the list can compute.
+
+    A loss that no router of the list can compute stays, so that the router rejects it.
     """
     others = frozenset().union(*map(_own_losses, factories)) - _own_losses(factory)
     losses = {name: weight for name, weight in config.losses.items() if name not in others}
@@ -211,8 +228,14 @@ def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
 
 
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
-    """Settings by dotted path without those of `router` that these routers do not read: for a host
-    whose own settings are of any router.
+    """Remove the `router` settings that the named routers do not read.
+
+    This function serves hosts with settings of their own that apply to any router.
+
+    Args:
+        settings: settings by dotted path.
+        names: names of the routers.
+        top_k: experts per token.
     """
     def is_read(name: str, value: Any) -> bool:
         return may_be_read(names, readers_of(name, value)) and (

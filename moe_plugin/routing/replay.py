@@ -1,21 +1,22 @@
-"""Routing that repeats itself when activations are recomputed.
+"""Record routing in the first pass of a layer and repeat it when activations are recomputed.
 
-Activation checkpointing runs a layer twice: once forward, once more inside backward. If the second
-pass routed a token elsewhere (noise, a tie broken by another rounding), or read a count that other
-passes have changed meanwhile, shapes and gradients would be wrong. So what the first pass chose is
-recorded and used again in the second.
+Activation checkpointing runs a layer twice: in the forward pass, and again during the backward
+pass. Shapes and gradients would be wrong if the second pass sent a token to another expert (because
+of noise, or of a tie that rounding breaks differently), or read a count that other passes changed
+in the meantime. Therefore the second pass reuses the choices of the first pass.
 
 A recording belongs to one call of a checkpoint. It is stored on the object that torch keeps for
-that call from the first pass to the recomputation: the `ctx` of a reentrant checkpoint's
-`torch.autograd.Function` (torch's, fairseq's, Megatron's, DeepSpeed's), or the frame of torch's
-non-reentrant checkpoint. Both passes find the object on Python's call stack (`enclosing`). So
-recordings never get mixed up, in whatever order backward passes run, a forward pass under `no_grad`
-records nothing, and recordings are freed together with the graph.
+that call from the first pass to the recomputation. For a reentrant checkpoint (of torch, fairseq,
+Megatron or DeepSpeed) this object is the `ctx` of the `torch.autograd.Function`; for torch's
+non-reentrant checkpoint it is the frame. Both passes find the object on Python's call stack
+(`enclosing`). As a result, recordings are never mixed up, whatever the order of the backward
+passes. A forward pass under `no_grad` records nothing, and recordings are freed with the graph.
 
-Random numbers: a recomputation that skips a draw leaves the generators as the first pass left them,
-so that dropout after the router repeats as well.
+A recomputation that skips a draw leaves the random generators in the same state as the first pass,
+so that dropout after the router also repeats.
 
-Under torch.compile nothing is recorded: the compiled backward reuses the values of the first pass.
+Under torch.compile nothing is recorded, because the compiled backward reuses the values of the
+first pass.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 T = TypeVar("T")
-Key = tuple[object, str]  # who chose, and what
+Key = tuple[object, str]  # the owner of a choice, and the label of the choice
 _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", default=None)
-# what replaces saved tensors now, or None; torch has it since 2.8
+# Returns the active saved-tensor hooks, or None. Only torch 2.8 and later have this function.
 _top_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
-_ATTRIBUTE = "moe_plugin_recording"  # of the object that stands for a checkpointed call
+_ATTRIBUTE = "moe_plugin_recording"  # set on the object that identifies a checkpointed call
 _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded choice. moves: generators that drew for it, with their states before and after."""
+    """A recorded choice, with the generators it advanced and their states before and after."""
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
@@ -57,10 +58,10 @@ class _Recorded:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Move each generator past the draws, if it is where it was before them in the first pass.
+        """Advance each generator past the recorded draws, if its state equals the state before
+        them.
 
-        Otherwise the checkpoint does not preserve random numbers, and its generators must not be
-        set back.
+        A different state means that the checkpoint does not preserve random numbers.
         """
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):
@@ -68,67 +69,69 @@ class _Recorded:
 
 
 def _generators() -> list[torch.Generator]:
-    """The default generators of this machine whose states can be read now."""
-    found = [torch.default_generator]
+    """Return the default generators of this machine with a state that can be read now."""
+    generators = [torch.default_generator]
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized() and not (
                 device is torch.cuda and torch.cuda.is_current_stream_capturing()):
-            found += getattr(device, "default_generators", ())
-    return found
+            generators += getattr(device, "default_generators", ())
+    return generators
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    # not by an operation of torch, which a mode would see that counts operations
+    # numpy, because a dispatch mode that counts operations would also count a torch comparison
     return bool((a.numpy() == b.numpy()).all())
 
 
 class Recording:
-    """What one checkpointed call chose in its first pass, by chooser and in call order."""
+    """The choices that one checkpointed call made in its first pass, by key and in call order."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[_Recorded]] = {}
-        self._read: dict[Key, int] = {}  # by the backward pass `_task`
+        self._read: dict[Key, int] = {}  # entries already read in the backward pass `_task`
         self._task = -1
 
     @classmethod
     def of(cls, owner: Any) -> Recording:
-        """The recording of the object that stands for a checkpointed call."""
-        found: Recording | None = getattr(owner, _ATTRIBUTE, None)
-        if found is None:
-            found = cls()
-            setattr(owner, _ATTRIBUTE, found)
-        return found
+        """Return the recording stored on the object of a checkpointed call, or create the
+        recording.
+        """
+        recording: Recording | None = getattr(owner, _ATTRIBUTE, None)
+        if recording is None:
+            recording = cls()
+            setattr(owner, _ATTRIBUTE, recording)
+        return recording
 
     def add(self, key: Key, entry: _Recorded) -> None:
         self._entries.setdefault(key, []).append(entry)
 
     def take(self, key: Key, shape: tuple[int, ...] | None) -> _Recorded:
-        """The next choice of this key in this backward pass.
+        """Return the next choice of this key in the current backward pass.
 
         Raises:
-            RuntimeError: the first pass made fewer of these choices, or one of another shape.
+            RuntimeError: the first pass made fewer choices of this key, or the shape differs.
         """
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # with `retain_graph` each backward pass recomputes
+        if task != self._task:  # with `retain_graph` every backward pass recomputes
             self._task, self._read = task, {}
-        entries, place = self._entries.get(key, []), self._read.get(key, 0)
-        if place == len(entries) and task == -1:  # saved tensors are read outside of backward
-            place = 0
-        if place >= len(entries):
+        entries, index = self._entries.get(key, []), self._read.get(key, 0)
+        if index == len(entries) and task == -1:  # a saved tensor is read again outside backward
+            index = 0
+        if index >= len(entries):
             raise RuntimeError(
-                f"a recomputation asks {place + 1} times for {_name(key)}, which the first pass "
-                f"recorded {len(entries)} times; {_SAME_CALLS}")
-        self._read[key] = place + 1
-        found = getattr(entries[place].value, "shape", None)
-        if shape is not None and tuple(found or ()) != shape:
+                f"The recomputation requests {_name(key)} {index + 1} times, but the first pass "
+                f"recorded it {len(entries)} times. {_SAME_CALLS}")
+        self._read[key] = index + 1
+        recorded_shape = getattr(entries[index].value, "shape", None)
+        if shape is not None and tuple(recorded_shape or ()) != shape:
             raise RuntimeError(
-                f"a recomputation asks for {_name(key)} of shape {shape}, and the first pass "
-                f"recorded one of shape {tuple(found or ())}; {_SAME_CALLS}")
-        return entries[place]
+                f"The recomputation requests {_name(key)} with shape {shape}, but the first pass "
+                f"recorded shape {tuple(recorded_shape or ())}. {_SAME_CALLS}")
+        return entries[index]
 
 
-_SAME_CALLS = ("must be equal: a checkpointed function must call the same layers with the same "
-               "tokens and in the same mode (train() or eval()) when it runs again")
+_SAME_CALLS = ("When a checkpointed function runs again, it must call the same layers with the "
+               "same tokens and in the same mode (train() or eval()).")
 
 
 def _name(key: Key) -> str:
@@ -139,7 +142,7 @@ def _name(key: Key) -> str:
 
 
 def _function_context(frame: FrameType) -> Any:
-    """The `ctx` of a `torch.autograd.Function` that runs in this frame."""
+    """Return the `ctx` of the `torch.autograd.Function` that runs in this frame, or None."""
     code = frame.f_code
     if not code.co_argcount or code.co_varnames[0] == "self":
         return None
@@ -148,25 +151,25 @@ def _function_context(frame: FrameType) -> Any:
 
 
 def _new_frame(frame: FrameType) -> Any:
-    """The frame object that a non-reentrant checkpoint has made for its first pass."""
-    if "gen" in frame.f_code.co_varnames:  # torch's, which makes it in a generator
+    """Return the frame object that a non-reentrant checkpoint created for its first pass."""
+    if "gen" in frame.f_code.co_varnames:  # torch creates the frame object in a generator
         frame = getattr(frame.f_locals.get("gen"), "gi_frame", None) or frame
-    return _frame_object(frame, "new_frame")  # Transformer Engine makes it in the function itself
+    return _frame_object(frame, "new_frame")  # Transformer Engine creates it in the function
 
 
 def _recomputed_frame(frame: FrameType) -> Any:
-    """The frame object whose first pass a non-reentrant checkpoint repeats."""
+    """Return the frame object of the first pass that a non-reentrant checkpoint recomputes."""
     return _frame_object(frame, "frame")
 
 
 def _frame_object(frame: FrameType, name: str) -> Any:
     code = frame.f_code
-    found = frame.f_locals.get(name) if name in code.co_varnames + code.co_freevars else None
-    return found if hasattr(found, "recompute_fn") else None
+    frame_object = frame.f_locals.get(name) if name in code.co_varnames + code.co_freevars else None
+    return frame_object if hasattr(frame_object, "recompute_fn") else None
 
 
-# by the name of a function in which a checkpointed call runs: what finds the object that stands for
-# the call, and whether the function is the recomputation
+# Maps the name of a function that runs a checkpointed call to a getter of the object that
+# identifies the call, and to whether the function is the recomputation.
 _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
     "forward": (_function_context, False), "backward": (_function_context, True),
     "checkpoint": (_new_frame, False), "unpack_hook": (_recomputed_frame, True),
@@ -174,11 +177,10 @@ _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
 
 
 def enclosing() -> tuple[Any, list[Any]]:
-    """The checkpointed calls that run here, each as the object that stands for it from its first
-    pass to its recomputation.
+    """Return the innermost call being recomputed, or None, and the calls inside it in their first
+    pass.
 
-    Returns: the innermost one that is recomputed, or None; and those inside of it that are in their
-        first pass.
+    Each call is represented by the object that exists from its first pass to its recomputation.
     """
     firsts: list[Any] = []
     frame = sys._getframe(1)
@@ -196,8 +198,9 @@ def enclosing() -> tuple[Any, list[Any]]:
 
 
 def runs_once(training: bool) -> bool:
-    """Whether this pass of a layer is neither repeated nor recorded, as far as can be seen without
-    a look at the call stack: it has gradients, and nothing replaces what autograd saves.
+    """Return whether this pass has gradients and no hook replaces the tensors that autograd saves.
+
+    Such a pass is neither repeated nor recorded. The check does not inspect the call stack.
     """
     if _active.get() is not None:
         return False
@@ -207,23 +210,21 @@ def runs_once(training: bool) -> bool:
 
 def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: str = "choice",
              shape: tuple[int, ...] | None = None, values: bool = True) -> T:
-    """`choose()` in a first or plain pass; the choice of the first pass in a recomputation.
+    """Return `choose()` in a first or plain pass, and the recorded value in a recomputation.
 
     Args:
-        owner: who chooses (a router, a layout tuner).
-        choose: makes the value.
-        training: of the layer; without it only a tape records and repeats.
-        what: a name for the value in a word or two. A recording returns a value only to a call for
-            the same owner and name.
-        shape: of the value, checked when it is repeated; None: not checked.
-        values: False for what belongs to one pass and its recomputation, and is not part of
-            `record_routing`.
+        owner: the object that chooses (a router, a layout tuner).
+        choose: computes the value.
+        training: whether the layer is in training mode. Otherwise only a tape records and replays.
+        what: a short label. A recording returns a value only for the same owner and label.
+        shape: expected shape of a repeated value. None disables the check.
+        values: False for values of one pass and its recomputation, which tapes do not record.
     Raises:
         RuntimeError: first pass and recomputation do not match.
-        ValueError: a tape has another value here.
+        ValueError: a tape has a different value at this position.
     """
     if torch.compiler.is_compiling():
-        # the compiler recomputes inside one graph, from the values the first pass had
+        # The compiler recomputes inside one graph, from the values of the first pass.
         return choose()
     if runs_once(training):
         return choose()
@@ -246,34 +247,35 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """Chosen experts of a pass, in call order, to be kept and used again.
+    """The recorded choices of a pass, in call order. Save and restore `ids` and `calls` together.
 
     Attributes:
         ids: the recorded values.
-        calls: for each of them the number of the module that recorded it, by first calls, and what
-            it is. Whoever saves the one saves and sets the other, too.
+        calls: for each value, the number of the module (in the order of first calls) and the label.
     """
 
     def __init__(self) -> None:
         self.ids: list[Any] = []
         self.calls: list[tuple[int, str]] = []
         self.position: int | None = None  # None while recording
-        self._numbers: dict[object, int] = {}  # in this pass
-        self._moves: list[Any] = []  # of generators, as long as the tape is not loaded
+        self._numbers: dict[object, int] = {}  # numbers of the modules seen in this pass
+        self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """A pass that records (None), or repeats from this position."""
+        """Start to record (position None), or to replay from a position."""
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
             raise ValueError(
-                f"a recording of {len(self.ids)} values has {len(self.calls)} entries in `calls`: "
-                "must be equal; save and load both, tape.ids and tape.calls")
+                f"The recording has {len(self.ids)} values but {len(self.calls)} entries in "
+                "`calls`. Save and load both tape.ids and tape.calls.")
         self.position, self._numbers = position, {}
 
     def replayed(self, choose: Callable[[], Any], owner: object, what: str,
                  shape: tuple[int, ...] | None) -> _Recorded:
-        """Record `choose()`, or return the next recorded choice, which must be of this call."""
+        """Record `choose()`, or return the next recorded choice after checking that it fits this
+        call.
+        """
         call = (self._numbers.setdefault(owner, len(self._numbers) + 1), what)
         if self.position is None:
             entry = _Recorded.of(choose)
@@ -289,7 +291,7 @@ class _Tape:
         return entry
 
     def check_all_used(self) -> None:
-        """`ValueError` where a replay made fewer calls than were recorded."""
+        """Raise `ValueError` if a replay made fewer calls than were recorded."""
         if self.position is not None and self.position < len(self.ids):
             raise _differs(self.position, "nothing more",
                            _described(self.calls[self.position]))
@@ -300,9 +302,9 @@ class _Tape:
         recorded = tuple(self.calls[position])
         if recorded != call:
             raise _differs(position, _described(call), _described(recorded))
-        found = None if shape is None else tuple(self.ids[position].shape)
-        if found != shape:
-            raise _differs(position, f"{_described(call)} of shape {shape}", f"one of {found}")
+        stored = None if shape is None else tuple(self.ids[position].shape)
+        if stored != shape:
+            raise _differs(position, f"{_described(call)} of shape {shape}", f"shape {stored}")
 
 
 def _described(call: tuple[Any, ...]) -> str:
@@ -311,14 +313,13 @@ def _described(call: tuple[Any, ...]) -> str:
 
 def _differs(position: int, asked: str, recorded: str) -> ValueError:
     return ValueError(
-        f"call {position + 1} of a replay does not fit its recording: it asks for {asked}, and the "
-        f"recording has {recorded}; must be equal: record and replay the same calls of the same "
-        "layers, with as many tokens, and in the same mode (train() or eval())")
+        f"Call {position + 1} of the replay does not match the recording: the replay requests "
+        f"{asked}, but the recording has {recorded}. Record and replay the same calls of the same "
+        "layers, with the same number of tokens and in the same mode (train() or eval()).")
 
 
 class _Use:
-    """A context in which routing is recorded on a tape (position None) or repeated from it. It may
-    be entered several times, one after the other.
+    """A context, usable several times, that records on a tape (position None) or replays the tape.
     """
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
@@ -337,11 +338,12 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of everything inside; the value is for `replay_routing`.
+    """Record the routing of all layers called inside this context; pass the result to
+    `replay_routing`.
 
-    A recomputation of activations inside is not recorded again. What is recorded (`.ids`: the
-    routers' choices in call order, and noise if weights depend on it; `.calls`: which call each of
-    them belongs to) can be saved with `torch.save`.
+    Recomputations of activations are not recorded again. Both parts of the tape can be saved with
+    `torch.save`: the routers' choices and, if weights depend on it, the noise (`.ids`), and the
+    call of each value (`.calls`).
     """
     return _Use(_Tape(), None)
 
@@ -349,23 +351,22 @@ def record_routing() -> AbstractContextManager[_Tape]:
 def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
     """Route the same calls in the same order as recorded.
 
-    Weights of the model and noise may differ; the weights of the choices are computed again, and
-    routers count their loads as in any pass.
+    Model weights and noise may differ. The weights of the choices are computed again, and routers
+    count their loads as in any pass.
 
     Raises:
-        ValueError: other calls than were recorded, more or fewer, other shapes. Some routers record
-            more in training than in evaluation (gshard, `second_expert_policy: random`, noisy_topk,
-            dense_to_sparse, loss `global_batch`): replay them in the mode of the recording.
+        ValueError: calls or shapes differ from the recording. In training, some routers record more
+            (gshard, `second_expert_policy: random`, noisy_topk, dense_to_sparse, loss
+            `global_batch`). Replay these routers in the mode of the recording.
     """
     return _Use(tape, 0)
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, non-reentrant. Routing is recorded and replayed, as with
-    any other checkpoint.
+    """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. Routing is recorded and replayed.
 
-    Leave its `preserve_rng_state` on where weights depend on noise (`router.noise`,
-    `router.input_jitter`, `router.input_dropout`), which is drawn again.
+    Leave `preserve_rng_state` enabled if weights depend on noise that is drawn again
+    (`router.noise`, `router.input_jitter`, `router.input_dropout`).
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -373,17 +374,17 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """A pair for `context_fn` of `torch.utils.checkpoint`, for scripts that pass it. It does
-    nothing: routing is recorded and replayed without it.
+    """Return two empty contexts for `context_fn` of `torch.utils.checkpoint`. Replay works without
+    them.
     """
     return nullcontext(), nullcontext()
 
 
 def replaying() -> bool:
-    """Whether this code runs in the second pass of a call whose first pass had gradients, too.
+    """Return whether this code runs in the second pass of a call with gradients in both passes.
 
-    That is a non-reentrant checkpoint's. Code that counts passes with gradients must not count this
-    one.
+    Only non-reentrant checkpoints do so. Code that counts passes with gradients must skip this
+    pass.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False
@@ -392,12 +393,10 @@ def replaying() -> bool:
 
 
 def counts(training: bool) -> bool:
-    """Whether a pass of a layer counts in what moves once per step, and in statistics.
+    """Return whether a pass of a layer counts for statistics and for updates once per step.
 
-    It does in training mode with gradients, once: a recomputation does not count again, and a pass
-    without gradients counts only as the first one of a call that is recomputed with gradients.
-
-    training: of the layer.
+    A pass in training mode with gradients counts once; its recomputation does not. A pass without
+    gradients counts only as the first pass of a call that is recomputed with gradients.
     """
     if not training or inside_backward():
         return False
@@ -407,16 +406,17 @@ def counts(training: bool) -> bool:
 
 
 def _is_first_pass() -> bool:
-    # not compiled: the compiler breaks its graph at what reads the call stack
-    # autograd follows a function from which it will come back, as those of reentrant checkpoints
+    # Never compiled, because reading the call stack breaks the compiler's graph. A reentrant
+    # checkpoint has `next_functions` exactly if autograd will return to it in backward.
     return _first.get() or any(isinstance(first, FunctionCtx) and first.next_functions
                                for first in enclosing()[1])
 
 
 @contextmanager
 def first_pass() -> Iterator[None]:
-    """Inside, passes without gradients are the first ones of calls that run again with gradients,
-    whoever repeats them: they count, and what repeats them undoes what the repetition counts.
+    """Declare that passes without gradients are first passes, so that they count.
+
+    The code that repeats such a pass with gradients must undo the counts of the repetition.
     """
     token = _first.set(True)
     try:
@@ -426,6 +426,6 @@ def first_pass() -> Iterator[None]:
 
 
 def inside_backward() -> bool:
-    """Whether this code runs inside a backward pass, that is, in a recomputation."""
-    # set by the autograd engine for the time of a backward pass; -1 outside (torch >= 2.0)
+    """Return whether this code runs inside a backward pass, that is, in a recomputation."""
+    # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
     return torch._C._current_graph_task_id() != -1

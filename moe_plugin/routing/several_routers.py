@@ -1,6 +1,6 @@
-"""Several routers in one layer, one of which decides a call, and the rules by name that select it.
+"""Several routers in one layer, of which one routes each call, and the rules that select it.
 
-A rule reads only what all ranks share, so all of them select the same router.
+A rule reads only data that all ranks share, so all ranks select the same router.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True)
 class SelectionCall:
-    """What a rule may read.
+    """The data that a selection rule may read.
 
     Attributes:
         count: number of routers.
         step: completed optimizer steps.
-        layer: number of this MoE layer in its model, from 0; None: unknown.
-        training: of the layer.
-        settings: `router.selection`.
+        layer: number of this MoE layer in its model, from 0. None if unknown.
+        training: whether the layer is in training mode.
+        settings: the settings `router.selection`.
     """
 
     count: int
@@ -58,64 +58,66 @@ router_selections: Registry[SelectionRule] = Registry("router_selection")
 
 @router_selections.register("first")
 def first(call: SelectionCall) -> int:
-    """Always the first of the list."""
+    """Select the first router of the list in every call."""
     return 0
 
 
 @router_selections.register("layer")
 def layer(call: SelectionCall) -> int:
-    """MoE layer n takes router n mod count, in training and outside."""
+    """Select router n mod count for MoE layer n, in training and outside."""
     if call.layer is None:
         raise ValueError(
-            "layer=None does not fit router.selection.rule=layer: must be the number of this MoE "
-            "layer in its model; build the layer with HostContext(layer_number=...), or call "
-            "moe_plugin.routing.number_layers(model) once")
+            "router.selection.rule=layer needs the number of this MoE layer in its model, but "
+            "layer=None. Build the layer with HostContext(layer_number=...), or call "
+            "moe_plugin.routing.number_layers(model) once.")
     return call.layer % call.count
 
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """One after the other, each for `every` optimizer steps.
+    """Select the routers one after the other, each for `every` optimizer steps.
 
-    Outside training: number `outside_training`.
+    Outside training the router with number `outside_training` is selected.
     """
     return call.period % call.count if call.training else call.settings.outside_training
 
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """A uniform draw every `every` optimizer steps, from seed, step and layer only.
+    """Draw a router uniformly every `every` optimizer steps, from seed, step and layer only.
 
-    Outside training: number `outside_training`.
+    Outside training the router with number `outside_training` is selected.
     """
     if not call.training:
         return call.settings.outside_training
-    # seeded by text, which Python hashes alike on every machine and in every version since 3.2
+    # Seeded by text, because Python derives the same state from a text on every machine and in
+    # every version since 3.2.
     return random.Random(f"{call.settings.seed} {call.period} {call.layer or 0}").randrange(
         call.count)
 
 
 class RouterSelector(BuffersKeepDtype, RouterModule):
-    """Several routers, of which one decides a call.
+    """Several routers, of which one routes each call.
 
-    It is the one that `TokenInfo.router_index` names, else the one that `router.selection` chooses.
-    All micro-batches of an optimizer step take the same router, and a recomputation takes the one
-    of its first pass. The choice follows from settings, the layer's number and the completed steps
-    (`finish_step`), which all ranks share. The number of steps is saved with the weights, so a
-    resumed run continues the sequence. Parameters of the other routers get a zero gradient:
-    data-parallel wrappers that expect a gradient for every parameter would hang otherwise.
+    `TokenInfo.router_index` names the router, or else `router.selection` selects it. All
+    micro-batches of an optimizer step use the same router, and a recomputation uses the router of
+    its first pass. The selection depends only on settings, the layer's number and the completed
+    steps (`finish_step`), which all ranks share. The number of steps is saved with the weights, so
+    a resumed run continues the sequence. Parameters of the other routers get a zero gradient,
+    because data-parallel wrappers that expect a gradient for every parameter would hang otherwise.
 
     Args:
-        routers: in the order of `router.name`.
-        config: settings `router`; None: the first router decides.
-        comm: ranks that hold the experts; with more than one, building is collective.
-        host: what the host knows of the layer; the routers are built with it, too.
-        device: of the saved number of steps.
+        routers: the routers in the order of `router.name`.
+        config: the settings `router`. Optional. By default the first router routes every call.
+        comm: the ranks that store the experts. With more than one rank, building is collective.
+        host: the facts that the host framework provides about the layer. The routers are built with
+            the same facts.
+        device: device of the saved number of steps.
     Attributes:
-        layer: number of this MoE layer in its model, from 0; None: unknown. See `number_layers`.
+        layer: number of this MoE layer in its model, from 0. None if unknown. See `number_layers`.
         steps: completed optimizer steps.
     Raises:
-        ValueError: an unknown rule; ranks whose settings differ.
+        ValueError: the rule is unknown, or the settings differ between ranks.
     """
 
     def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None, *,
@@ -132,7 +134,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         where = torch.empty(0, device=device).device
         self.register_buffer("step", torch.zeros(
             1, dtype=torch.int64, device="cpu" if where.type == "meta" else where))
-        # ranks that take different routers would wait in different collectives
+        # Ranks that select different routers would wait in different collectives.
         if comm is not None:
             agree(comm, {"router.name": self.config.names,
                          **{f"router.selection.{name}": value
@@ -140,18 +142,20 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route as the chosen router does; see `RouterModule.forward`.
+        """Route with the selected router; see `RouterModule.forward`.
 
         Raises:
-            ValueError: no router has the chosen index.
+            ValueError: no router has the selected index.
         """
         if torch.compiler.is_compiling():
             index = self._choose(info)
-        else:  # a tape records the router, too: another step number must not change it
+        else:  # recorded on tapes too, so that a replay at another step uses the same router
             index = int(self.replayed(lambda: torch.tensor(self._choose(info)), "router"))
         router = self.routers[index]
         routing = router(x_TD, mask_T, top_k, info)
         weights_TK = routing.weights_TK
+        # `torch.func` cannot transform this package's autograd functions, and returns gradients
+        # for all parameters anyway.
         if self.training and torch.is_grad_enabled() and not transformed():
             idle = [
                 p for other in self.routers if other is not router for p in other.parameters()
@@ -168,12 +172,12 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
             index = self.rule(SelectionCall(count, self.steps, self.layer, self.training, settings))
             source = f"selection {settings.rule!r}: index"
         if not 0 <= index < count:
-            raise ValueError(f"{source}={index} is out of bounds: must be in 0..{count - 1}; "
-                             f"router.name lists {count}")
+            raise ValueError(f"Router index out of range: {source}={index}, but must be in "
+                             f"0..{count - 1}, because router.name lists {count} routers.")
         return index
 
     def finish_step(self) -> None:
-        """Count the step; `moe_plugin.routing.finish_step` also calls the routers."""
+        """Count the step. `moe_plugin.routing.finish_step` calls the routers separately."""
         self.steps += 1
         self.step.fill_(self.steps)
 
@@ -185,8 +189,9 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
 
 class _WithIdle(torch.autograd.Function):
-    """Gate weights unchanged; parameters without a part in them get a zero gradient (not 0 * value,
-    which may be NaN).
+    """Return gate weights unchanged, and give unused parameters a zero gradient.
+
+    Adding 0 * value to the weights would not work, because the product may be NaN.
     """
 
     @staticmethod
@@ -203,14 +208,15 @@ class _WithIdle(torch.autograd.Function):
 def number_layers(model: nn.Module, first: int = 0) -> int:
     """Number the router selectors of a model in the order of its modules.
 
-    For rules that use the layer's number, if `HostContext.layer_number` was not set.
+    Selection rules that use the layer's number need this call if `HostContext.layer_number` was not
+    set.
 
     Args:
         model: any module.
-        first: number of its first selector.
-    Returns: how many there are.
+        first: number of the first selector.
+    Returns: the number of selectors.
     """
-    found = [module for module in model.modules() if isinstance(module, RouterSelector)]
-    for number, selector in enumerate(found, first):
+    selectors = [module for module in model.modules() if isinstance(module, RouterSelector)]
+    for number, selector in enumerate(selectors, first):
         selector.layer = number
-    return len(found)
+    return len(selectors)

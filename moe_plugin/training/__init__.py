@@ -1,1 +1,1 @@
-"""What happens around a training step: the run, its features, gradients, resilience, ensembles."""
+"""Code around a training step: the run and its features, gradients, resilience and ensembles."""

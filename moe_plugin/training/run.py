@@ -1,10 +1,10 @@
 """A training run of any host, and the features around its steps.
 
-What happens around a step is a `RunFeature`: written once, in its room, it knows no host. A host
-has one `Run` with those that are on, and calls it at its seams:
+A feature is a `RunFeature`, which is independent of the host. Each host creates one `Run` with the
+enabled features, and calls it around each step:
 
     with run.around_step(StepInput(number)):
-        loss = run.compute(passes)               # again, where a feature asks for it
+        loss = run.compute(passes)               # repeated if a feature requests it
         run.after_backward(StepGradients(...))   # before the optimizer's step, which it may skip
         optimizer.step()
     run.after_step(StepFacts(number, tokens=..., left=...))
@@ -22,22 +22,8 @@ Feature = TypeVar("Feature", bound="RunFeature")
 Result = TypeVar("Result")
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 def _of_each(name: str) -> Any:
-    """The method of `Run` that calls the features' of this name, in their order."""
+    """Return a method for `Run` that calls the method called `name` of all features, in order."""
 
     def call(run: Run, *facts: Any) -> None:
         for feature in run.features:
@@ -47,14 +33,14 @@ def _of_each(name: str) -> Any:
 
 
 class Run(RunFeature):
-    """The features of a run that are on, in the order in which they are called.
+    """The enabled features of a run, in the order in which they are called.
 
     Args:
-        features: None is left out.
+        features: features of the run. None entries are ignored.
 
     Attributes:
-        number: of the present step, or of the last one, from 1.
-        left_out: why it changes no parameter; None: it does.
+        number: number of the current or last step, from 1.
+        left_out: reason why the step changes no parameter; None if the step is not skipped.
     """
 
     after_passes = _of_each("after_passes")
@@ -77,8 +63,8 @@ class Run(RunFeature):
         return any(feature.replaced for feature in self.features)
 
     def find(self, kind: type[Feature]) -> Feature | None:
-        """The feature of a class, if it is on."""
-        return next((each for each in self.features if isinstance(each, kind)), None)
+        """Return the enabled feature of a class, or None."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
@@ -98,7 +84,8 @@ class Run(RunFeature):
         return own
 
     def before_passes(self) -> Callable[[], None]:
-        resets = [reset for each in self.features if (reset := each.before_passes()) is not None]
+        resets = [reset for feature in self.features
+                  if (reset := feature.before_passes()) is not None]
 
         def back() -> None:
             for reset in resets:
@@ -108,12 +95,12 @@ class Run(RunFeature):
 
     def compute(self, passes: Callable[[], Result],
                 undo: Callable[[], None] = lambda: None) -> Result:
-        """What `passes()` returns, begun again where it raises `StepRepeat`.
+        """Return the result of `passes()`, which is repeated whenever it raises `StepRepeat`.
 
         Args:
-            passes: all forward and backward passes of a step, which clear the gradients first,
-                or all forward passes of an evaluation; it calls `after_passes`.
-            undo: called before it begins again.
+            passes: runs all forward and backward passes of a step, clearing the gradients first, or
+                all forward passes of an evaluation, and calls `after_passes`.
+            undo: called before `passes` is repeated.
         """
         reset = self.before_passes()
         while True:
@@ -132,9 +119,9 @@ class Run(RunFeature):
             raise
 
     def numbers(self) -> dict[str, float]:
-        return {name: value for each in self.features for name, value in each.numbers().items()}
+        return {name: value for feature in self.features
+                for name, value in feature.numbers().items()}
 
     def evaluated(self) -> dict[str, Any]:
-        return {name: value for each in self.features for name, value in each.evaluated().items()}
-
-
+        return {name: value for feature in self.features
+                for name, value in feature.evaluated().items()}

@@ -1,7 +1,8 @@
-"""The features of a run, one list for all hosts.
+"""The features of a run, in one list for all hosts.
 
-A feature is added here, in `FEATURES`: when it is on, and how it is made of what a host tells
-(`HostSeams`). What a host cannot have is in `moe_plugin.config.lacks`, with the reason.
+A new feature is added to `FEATURES`, with the setting that enables it and a function that creates
+it from the host's information (`HostSeams`). Features that a host does not support are listed in
+`moe_plugin.config.lacks`, with the reason.
 """
 
 from __future__ import annotations
@@ -36,26 +37,30 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class HostSeams:
-    """What only a host knows of a run.
+    """Information about a run that only the host has.
 
     Attributes:
-        host: a key of `config.lacks.HOSTS`.
+        host: key of `config.lacks.HOSTS`.
         models: this rank's parts of the model, without wrappers.
         world: all ranks of the models.
-        data: data-parallel ranks; None: `world`.
-        layers: the MoE layers by the names that records have, see `observe.features.listen`.
-        records: ranks whose statistics belong together; None: this rank has no layers.
-        rank: of this process, for timelines and traces; None: that in `records`.
+        data: data-parallel ranks. Defaults to `world`.
+        layers: the MoE layers, by their names in records, see `observe.features.listen`.
+        records: ranks whose statistics belong together; None if this rank has no layers.
+        rank: rank of this process, for timelines and traces. Defaults to the rank in `records`.
         has_log: see `LayerRecords`.
-        training: also takes the statistics of training passes; None: nothing else does.
-        speaks: whether this rank warns of dropped choices.
-        start, kept: see `TwinCheck`.
-        skips_steps: its loss scaler leaves out steps that are not finite.
-        streamed: the trainer of weights that stream, which ends a step block by block; None: they
-            are on the device.
-        replicas: this run is one of several; None: it is the only one.
-        resize, activations, votes: make what settings ask for; None: the host lacks it.
-        more: features of one run alone. They are called before steps are looked at
+        training: optional. Function that also receives the statistics of training passes.
+        speaks: whether this rank logs warnings about dropped choices.
+        start: see `TwinCheck`.
+        kept: see `TwinCheck`.
+        skips_steps: whether the host's loss scaler skips steps that are not finite.
+        streamed: trainer of weights that stream, which ends a step block by block; None if the
+            weights are on the device.
+        replicas: this run's place among several replicas; None if there is only one run.
+        resize: creates the feature for `resize` settings; None if the host does not support it.
+        activations: creates the feature for `offload.activations`; None if the host does not
+            support it.
+        votes: creates the feature for `guard.votes`; None if the host does not support it.
+        more: features of a single run. They are called before the check for finite steps
             (`FiniteSteps`), so that they may change gradients.
     """
 
@@ -81,12 +86,14 @@ class HostSeams:
 
 
 class FeatureRow(NamedTuple):
-    """A feature of runs.
+    """One entry in the list of features.
 
     Attributes:
-        setting: that asks for it, or a section of settings; empty: every run has it.
-        kinds: its classes.
-        make: of settings and seams; None: it is off. Collective.
+        setting: setting, or section of settings, that enables the feature; empty if every run has
+            the feature.
+        kinds: classes of the feature.
+        make: creates the feature from settings and host information. Returns None if the feature is
+            off. Collective.
     """
 
     setting: str
@@ -111,7 +118,7 @@ def _replicas(settings: RunConfig, host: HostSeams) -> RunFeature | None:
 def _records(settings: RunConfig, host: HostSeams) -> LayerRecords | None:
     if host.records is None or not settings.observe.writes:
         return None
-    # the report names what trains
+    # the report names the library that trains the model
     is_theirs = host.host == "pytorch" and any(map(_is_of_transformers, host.models))
     return LayerRecords(settings.observe, host.layers, host.records,
                         host="transformers" if is_theirs else host.host, rank=host.rank,
@@ -135,8 +142,8 @@ def _activations(settings: RunConfig, host: HostSeams) -> Activations | None:
 
 def _told(host: HostSeams, seam: Made | None, setting: str) -> Made:
     if seam is None:
-        raise ValueError(f"{setting} does not fit this run of {HOSTS[host.host]}, which does not "
-                         "say how it is made: leave it out")
+        raise ValueError(f"{setting} is not supported in this run of {HOSTS[host.host]}, which "
+                         "does not provide a function for it: leave it out")
     return seam
 
 
@@ -145,7 +152,7 @@ def _resize(settings: RunConfig, host: HostSeams) -> RunFeature | None:
         settings) if settings.resize.expert_parallel_at else None
 
 
-# in the order in which they are made, and called in each step
+# in the order in which features are created, and called in each step
 FEATURES = (
     FeatureRow("resize.expert_parallel_at", (ExpertParallelSteps,), _resize),
     FeatureRow("", (FirstStepLine,), lambda settings, host: FirstStepLine()),
@@ -165,10 +172,10 @@ FEATURES = (
 
 
 def make_run(settings: RunConfig, host: HostSeams) -> Run:
-    """The run of a host with the features that settings ask for. Collective.
+    """Create the run of a host, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: the host lacks one, or the settings of one do not fit.
+        ValueError: the host does not support a feature, or the settings of a feature are invalid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

@@ -1,1 +1,1 @@
-"""What is chosen while training runs: layouts, exchanges, expert compute."""
+"""Choices made while training runs: layouts, exchanges and expert compute."""

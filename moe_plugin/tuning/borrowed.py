@@ -1,9 +1,9 @@
-"""Experts whose weights their owners lend to other ranks for one call (`planner.spill`).
+"""Experts that their owners lend to other ranks for one call (`planner.spill`).
 
-The weights travel in all-to-alls in the background, so autograd returns the gradients to the owner
-by the reverse ones. An owner sends each of an expert's h borrowers one of h parts of its weights,
-and borrowers exchange the parts; in backward borrowers sum the parts' gradients, and the owner gets
-each part of the sum once.
+The weights are sent by background all-to-alls, so autograd returns the gradients to the owner by
+the reverse all-to-alls. An owner sends each of an expert's h borrowers one of h parts of the
+weights, and the borrowers exchange the parts. In backward the borrowers sum the gradients of the
+parts, and the owner receives each part of the sum once.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from moe_plugin.records import ExpertRows, Overlap, RowCounts
 
 
 class BorrowedExperts:
-    """What a rank borrows in one call. Weights travel while rows do, and while the stored experts
-    compute. Collective, in forward and backward.
+    """Experts that a rank borrows in one call.
+
+    Weights are sent while rows are sent and while the stored experts compute. The operations are
+    collective in forward and backward.
 
     Args:
-        experts: of the layer.
-        place: where they are stored.
-        spill: who computes what.
+        experts: experts of the layer.
+        place: where the experts are stored.
+        spill: plan that assigns rows to ranks.
 
     Attributes:
-        stored: L, experts that this rank stores.
-        numbers: those that it borrows, ascending.
-        travel: of the weights; None: they have arrived.
+        stored: L, the number of experts that this rank stores.
+        numbers: borrowed experts in ascending order.
+        travel: transfer of the weights. None once the weights have arrived.
     """
 
     def __init__(self, experts: Experts, place: Placement, spill: SpillPlan) -> None:
         self.experts, self.place = experts, place
         self.stored, self.numbers = place.local, spill.guests(place.comm.rank)
         self.local = experts.local_parameters()
-        # made of them by a collective where adapters are cut: once, or ranks that borrow and ranks
-        # that do not would reverse two of them in different order
+        # With sharded adapters this runs a collective. It must run once on every rank, because
+        # otherwise borrowing and other ranks would reverse collectives in different orders.
         self.own = experts.compute_parameters(self.local) if experts.adapters else None
-        # of what is trained: then the exchanges are in every rank's graph; where a host stores
-        # parameters, or an adapter changes them, those that are computed with
+        # The anchor must be trained, so that the exchanges are part of every rank's graph. If a
+        # host stores parameters, or an adapter changes them, the computed parameters are used.
         stored = *experts.parameters(), *self.local.values()
         anchor = next((value for value in stored if value.requires_grad), None)
         self.travel: _WeightTransfer | None = _WeightTransfer(self.local, place, spill, anchor)
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Rows of the stored experts; then, where there are guests, theirs.
+        """Yield the rows of the stored experts, and then the rows of borrowed experts, if any.
 
-        Where nothing is borrowed, backward runs the exchanges of weights for these rows.
+        If nothing is borrowed, the stored experts' rows make backward run the weight exchanges.
         """
         assert isinstance(work.rows, RowCounts)
         if self.travel is not None:
@@ -79,7 +81,7 @@ class BorrowedExperts:
         yield ExpertRows(guest_RD, guests, self.parameters(), work.strategy)
 
     def parameters(self) -> FFNParameters:
-        """Of the borrowed experts; waits for them."""
+        """Return the parameters of the borrowed experts, after waiting for them."""
         if self._parameters is None:
             assert self.travel is not None
             guests = _as_parameters(self.travel.arrived(), self.local, self.numbers, self.place)
@@ -89,7 +91,7 @@ class BorrowedExperts:
 
 
 class _SentWithGuests(Sent):
-    """Rows of which some are computed by borrowed experts.
+    """Sent rows, some of which are computed by borrowed experts.
 
     sent: the rows of all experts of this rank, piece by piece.
     """
@@ -107,11 +109,11 @@ class _SentWithGuests(Sent):
 
 
 class BorrowingDispatcher(WrappedDispatcher):
-    """Moves rows by another dispatcher, whose plans may say that weights move, too.
+    """A dispatcher that sends rows with another dispatcher and lends weights if a plan says so.
 
     Args:
-        inner: makes `SpillingPlan`s.
-        experts: of the layer.
+        inner: dispatcher that creates `SpillingPlan`s.
+        experts: experts of the layer.
     """
 
     def __init__(self, inner: Dispatcher, experts: Experts) -> None:
@@ -119,7 +121,7 @@ class BorrowingDispatcher(WrappedDispatcher):
         self.experts = experts
 
     def dispatch(self, x_TD: Tensor, plan: SpillingPlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. Weights start to travel before the rows do."""
+        """See `Dispatcher`. Sending of weights starts before sending of rows."""
         if plan.spill is None:
             return self.inner.dispatch(x_TD, plan, anchor)
         borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
@@ -130,10 +132,10 @@ class BorrowingDispatcher(WrappedDispatcher):
 
 
 class _Tie(torch.autograd.Function):
-    """x, with exchanges that backward must reverse on this rank as well.
+    """Returns x unchanged, and makes backward reverse the weight exchanges on this rank, too.
 
-    A rank that borrows nothing uses nothing of what arrived: its backward would skip the exchanges,
-    and the owners would wait for it.
+    A rank that borrows nothing uses none of the arrived weights. Without this function its backward
+    would skip the exchanges, and the owners would wait for it.
     """
 
     @staticmethod
@@ -147,11 +149,13 @@ class _Tie(torch.autograd.Function):
 
 
 class _WeightTransfer:
-    """Weights on their way from owners to borrowers, and among borrowers.
+    """Transfer of weights from owners to borrowers, and among borrowers.
 
     Args:
-        local: of the stored experts.
-        anchor: see `comm.functional`.
+        local: parameters of the stored experts.
+        place: where the experts are stored.
+        spill: plan that assigns rows to ranks.
+        anchor: tensor that adds the exchanges to the autograd graph, see `comm.functional`.
     """
 
     def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
@@ -164,7 +168,7 @@ class _WeightTransfer:
         self._others: Callable[[], Tensor] | None = None
 
     def pass_on(self) -> None:
-        """Send this rank's parts of its guests on to their other borrowers; once."""
+        """Send this rank's parts of its borrowed experts to their other borrowers, once."""
         if not self.shared or self._others is not None:
             return
         rank, ranks = self.place.comm.rank, range(self.place.comm.size)
@@ -183,10 +187,10 @@ class _WeightTransfer:
                                [sum(n) for n in self.lengths])
 
     def arrived(self) -> Tensor:
-        """[G * P] weights of this rank's guests, one expert after another; P elements of an expert.
+        """Return the weights of this rank's borrowed experts, after waiting for them.
 
-        Waits for them. What is given depends on all exchanges, also where nothing is borrowed: they
-        are then reversed in backward on every rank.
+        The shape is [G * P]: one expert after another, P elements per expert. The result depends on
+        all exchanges even if nothing is borrowed, so that backward reverses them on every rank.
         """
         self.pass_on()
         if self._others is None:
@@ -195,7 +199,8 @@ class _WeightTransfer:
         others = iter(_cut(arrived_N, [n for of_peer in self.lengths for n in of_peer]))
         by_peer = {(loan.expert, peer): next(others)
                    for peer, loans in enumerate(self.by_peer) for loan in loans}
-        if not by_peer:  # `arrived_N` is empty; it is here for its exchange in backward
+        # `arrived_N` is empty here; it is included so that backward reverses its exchange
+        if not by_peer:
             return torch.cat([self.parts_N, arrived_N])
         return torch.cat([self.own[loan.expert] if peer == self.place.comm.rank
                           else by_peer[loan.expert, peer]
@@ -204,9 +209,9 @@ class _WeightTransfer:
 
 def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
           recv: list[int]) -> Callable[[], Tensor]:
-    """Elements on their way by an exchange in the background; called once it gives what arrives.
+    """Start a background exchange, and return a function that returns the elements that arrive.
 
-    As they are in memory, whatever format rows travel in.
+    Elements are sent exactly as in memory, independently of the format in which rows are sent.
     """
     exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
     piece = Piece(send, recv, RowCounts([sum(recv)]))
@@ -217,11 +222,12 @@ def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[in
 
 def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
                 size: int) -> tuple[Tensor, list[int], list[int]]:
-    """(what this rank lends, elements to each rank, elements from each rank): a borrower gets its
-    part of each of its guests, one after another.
+    """Return (elements that this rank lends, elements to each rank, elements from each rank).
+
+    A borrower receives its part of each of its borrowed experts, one after another.
     """
     rank, ranks = place.comm.rank, range(place.comm.size)
-    # one vector of an expert's parameters: parts are cut across them, all of one length
+    # one vector per expert, so that parts have nearly equal lengths and may span parameters
     flat = {loan.expert: torch.cat([value[loan.expert % place.local].reshape(-1)
                                     for value in local.values()])
             for loan in spill.loans if loan.owner == rank}
@@ -235,12 +241,12 @@ def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
     recv = [sum(_length(loan, rank, size) for loan in spill.loans
                 if loan.owner == owner and rank in loan.helpers) for owner in ranks]
     like = next(iter(local.values())).detach()
-    # loans are ascending by expert, so by owner: what arrives is in their order
+    # loans are sorted by expert and thus by owner, so arriving parts are in the order of the loans
     return torch.cat(pieces) if pieces else like.new_empty(0), send, recv
 
 
 def _bounds(loan: Loan, helper: int, size: int) -> tuple[int, int]:
-    """First element and end of the part of an expert's weights that a borrower gets first."""
+    """Return the range of elements of an expert's weights that a borrower receives first."""
     index, parts = loan.helpers.index(helper), len(loan.helpers)
     return size * index // parts, size * (index + 1) // parts
 
@@ -256,18 +262,18 @@ def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
                    place: Placement) -> dict[str, Tensor]:
-    """Parameters by name, [G, ...], of experts (or shards) `numbers`, from [G * P] elements.
+    """Return parameters [G, ...] by name of the given experts (or shards), from [G * P] elements.
 
-    Output biases of a shard are padded to the whole width, each at its own place.
+    Output biases of a shard are padded to the whole width, each shard at its own position.
     """
     sizes = [value[0].numel() for value in local.values()]
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)
-    made = {name: part.reshape(-1, *local[name].shape[1:])
-            for name, part in zip(local, parts, strict=True)}
-    if place.shards > 1 and "bias_out_LD" in made:
-        own = made["bias_out_LD"].shape[1]
-        before = [own * (number // place.local % place.shards) for number in numbers]
-        made["bias_out_LD"] = torch.stack([
-            F.pad(bias_D, (n, own * (place.shards - 1) - n))
-            for bias_D, n in zip(made["bias_out_LD"], before, strict=True)])
-    return made
+    parameters = {name: part.reshape(-1, *local[name].shape[1:])
+                  for name, part in zip(local, parts, strict=True)}
+    if place.shards > 1 and "bias_out_LD" in parameters:
+        width = parameters["bias_out_LD"].shape[1]
+        before = [width * (number // place.local % place.shards) for number in numbers]
+        parameters["bias_out_LD"] = torch.stack([
+            F.pad(bias_D, (n, width * (place.shards - 1) - n))
+            for bias_D, n in zip(parameters["bias_out_LD"], before, strict=True)])
+    return parameters

@@ -1,5 +1,4 @@
-"""`comm.collectives`: how a group gathers and sums data, from the settings; `auto`, which chooses.
-"""
+"""Selection of the collectives of a group (`comm.collectives`), including the choice `auto`."""
 
 from __future__ import annotations
 
@@ -23,21 +22,28 @@ from moe_plugin.tuning.exchange_tuner import RULES, bucket_of, trial, turn
 from moe_plugin.tuning.prepare_group import log_once
 from moe_plugin.utils.messages import short
 
-LEAST_BETA_S = 1e-12  # seconds per byte: 1000 GB/s
-GAIN = 0.97  # predicted seconds of forest over native, below which it is taken
+LEAST_BETA_S = 1e-12  # seconds per byte, which is 1000 GB/s
+GAIN = 0.97  # forest is used if its predicted time is below this share of native's time
 
 
 class WrongNetwork(ValueError):
-    """`comm.network` cannot be read, or does not fit the group."""
+    """`comm.network` cannot be read or does not fit the group."""
 
 
 def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """A prepared group with the collectives of its settings; itself, where these are its own.
+    """Return a prepared group with the collectives of the settings.
 
-    Collective: the first rank plans the trees.
+    If the group already has these collectives, the group itself is returned. The call is
+    collective, because the first rank plans the trees.
 
-    measures: whether `auto` may measure; else it predicts, also without a cluster file.
-    Raises: ValueError: a network file that cannot be read or does not fit the group.
+    Args:
+        comm: the prepared group.
+        config: communication settings.
+        measures: whether `auto` may measure. Otherwise `auto` predicts, even without a cluster
+            file.
+
+    Raises:
+        ValueError: if the network file cannot be read or does not fit the group.
     """
     kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:
@@ -45,16 +51,16 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
     known = comm.state.get(Calibration).cluster
     chosen = kind.make(comm, lambda: network_of(comm, config),
                        None if measures and known is None else _cluster(comm))
-    made = comm.with_collectives(chosen)
+    configured = comm.with_collectives(chosen)
     log_once(comm, f"collectives {config.collectives}",
-             f"collectives over {comm.name}: {chosen.describe(made)}")
-    return made
+             f"collectives over {comm.name}: {chosen.describe(configured)}")
+    return configured
 
 
 def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """A new group of ranks that store the same experts, with the collectives of the settings.
+    """Prepare a new group of ranks that store the same experts, with the configured collectives.
 
-    See `with_collectives`; where these are native, nothing is sent.
+    See `with_collectives`. With native collectives nothing is sent.
     """
     if collective_kinds.get(config.collectives) is not Collectives:
         comm.prepare()
@@ -64,13 +70,15 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
-    """The network between the ranks of a prepared group, and where it comes from in words.
+    """Return the network between the ranks of a prepared group, and a description of its source.
 
-    `comm.network` (see `find_network`) has as many ranks as the group, or all those of the job; a
-    file of one node stands for as many as the group has. Without it, the network has the nodes of
-    the topology with the links of the cluster file, else typical ones.
+    `comm.network` (see `find_network`) must have as many ranks as the group, or all ranks of the
+    job. A file that describes one node is repeated for as many nodes as the group has. Without
+    `comm.network`, the network has the nodes of the topology and the links of the cluster file, or
+    typical links.
 
-    Raises: ValueError: see `with_collectives`.
+    Raises:
+        ValueError: if the network cannot be read or does not fit the group.
     """
     if config.network is not None:
         where = f"comm.network={short(config.network)}"
@@ -103,14 +111,15 @@ def _of_group(network: Network, comm: Comm, where: str) -> Network:
         return network
     if count % comm.size or count <= max(comm.ranks):
         raise WrongNetwork(
-            f"{where} has {count} ranks, which does not fit {comm.name!r} with {comm.size}: must "
-            "have as many as the group, or as the whole job; correct its ranks")
+            f"{where} has {count} ranks, but the group {comm.name!r} has {comm.size} ranks. The "
+            "network must have as many ranks as the group or the whole job; correct its ranks")
     return part_of(network, comm.ranks)
 
 
 def _of_some_cost(cluster: Cluster) -> Cluster:
-    """Links that a calibration found to cost next to nothing, as those inside emulated nodes, have
-    a bandwidth all the same.
+    """Return the cluster with a finite bandwidth for all links.
+
+    A calibration may find links that cost next to nothing, such as links inside emulated nodes.
     """
     intra, inter = (replace(link, beta_s=max(link.beta_s, LEAST_BETA_S))
                     for link in (cluster.intra, cluster.inter))
@@ -125,10 +134,11 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """The faster of native and forest for each collective and size, predicted or measured.
+    """The faster of native and forest collectives for each kind and size.
 
-    Trials are as those of the all-to-all (`tuning.exchange_tuner`). cluster: by which it predicts;
-    None: it measures.
+    Trials run as for the all-to-all (`tuning.exchange_tuner`).
+
+    cluster: cluster used for predictions. None means that times are measured.
     """
 
     forest: Forest
@@ -137,9 +147,10 @@ class AutoCollectives(Collectives):
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """See `Collectives`. Native where no trees can be planned.
+        """Create the collectives. Native collectives are returned if no trees can be planned.
 
-        Raises: WrongNetwork: the settings' network is no reason to do without it.
+        Raises:
+            WrongNetwork: if the configured network is invalid, which must not be ignored.
         """
         try:
             forest = Forest(*network())
@@ -161,7 +172,7 @@ class AutoCollectives(Collectives):
         return self._run(comm, "all_reduce", x, x.nbytes)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """See `Collectives`. A measured trial is complete on return."""
+        """See `Collectives`. A measured trial has finished when this returns."""
         name, trial_of = self._turn(comm, "all_reduce", x, x.nbytes)
         if trial_of is None:
             return self._named(name).start_all_reduce(comm, x)
@@ -173,24 +184,24 @@ class AutoCollectives(Collectives):
         return AutoCollectives(forest, self.cluster) if isinstance(forest, Forest) else NATIVE
 
     def describe(self, comm: Comm) -> str:
-        how = "measured in the first calls" if self.cluster is None else "predicted by the links"
+        how = "measured in the first calls" if self.cluster is None else "predicted from the links"
         settled = [f"{entry.settled} for {kind} of up to {2 ** size} bytes" for (kind, size), entry
                    in Choices.of(comm).tuner.entries.items() if entry.known]
         return f"auto: native or {self.forest.describe(comm)}; {', '.join(settled) or how}"
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
-        """See `Collectives`: of the faster one."""
+        """Return the predicted seconds of the faster collective. See `Collectives`."""
         return min(self.predicted(comm, kind, size).values())
 
     def active(self, comm: Comm) -> str:
-        """See `Collectives`: with what has been chosen for any size so far."""
+        """Return the names of the collectives that were chosen so far. See `Collectives`."""
         predicted = set(Predictions.of(comm).known.values())
         tuner = Choices.of(comm).tuner
         measured = {entry.settled for entry in tuner.entries.values() if entry.known}
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
-        """What runs for a collective of `size` bytes of the whole; None: too few trials were made.
+        """Return the collective chosen for a total of `size` bytes, or None if trials are pending.
         """
         if self.cluster is not None:
             known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
@@ -202,7 +213,7 @@ class AutoCollectives(Collectives):
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Seconds of native and forest by the cost model; size: bytes of the whole."""
+        """Return the predicted seconds of native and forest for a total of `size` bytes."""
         group, piece = GroupShape(comm.size), size / comm.size
         native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
                   "all_reduce": all_reduce_s}[kind]
@@ -211,7 +222,7 @@ class AutoCollectives(Collectives):
                 "forest": self.forest.seconds(comm, kind, size)}
 
     def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Seconds of native and forest, where trials were made: medians of the slowest rank."""
+        """Return the measured seconds of native and forest: medians of the slowest rank."""
         return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
 
     def _named(self, name: str) -> Collectives:
@@ -219,7 +230,8 @@ class AutoCollectives(Collectives):
 
     def _turn(self, comm: Comm, kind: str, x: Tensor,
               size: int) -> tuple[str, tuple[str, int] | None]:
-        """(what runs, the bucket of its trial; None: it is none)."""
+        """Return the name of the collective to run, and the bucket of its trial (None: no trial).
+        """
         if self.cluster is not None:
             return self.chosen(comm, kind, size).name, None
         bucket = kind, bucket_of(size)
@@ -234,7 +246,7 @@ class AutoCollectives(Collectives):
 
     def _trial(self, comm: Comm, bucket: tuple[str, int], name: str, x: Tensor) -> Tensor:
         kind, size = bucket
-        self.forest.trees(comm)  # planned outside of what is measured
+        self.forest.trees(comm)  # planning must not be part of the measured time
         return trial(Choices.of(comm).tuner, bucket, name, comm, x,
                      lambda one: getattr(self._named(one), kind)(comm, x),
                      f"collectives auto over {comm.name}, {kind} of about {2 ** size} bytes")
@@ -242,20 +254,21 @@ class AutoCollectives(Collectives):
 
 @dataclass
 class Predictions:
-    """What `auto` with a cluster file takes, by network, cluster, collective and bytes of the
-    whole, of which a model has a few. Lives with the group.
+    """Predicted choices of `auto`, by network, cluster, collective and total bytes.
+
+    A model uses few different sizes, so there are few entries. The object is stored with the group.
     """
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, comm: Comm) -> Predictions:
-        """Those of a group, made at the first use."""
+        """Return the predictions of a group, which are created on first use."""
         return comm.state.get(cls)
 
 
 class Choices:
-    """The trials of one group. Lives with the group."""
+    """Trials of one group. The object is stored with the group."""
 
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(
@@ -263,5 +276,5 @@ class Choices:
 
     @classmethod
     def of(cls, comm: Comm) -> Choices:
-        """Those of a group, made at the first use."""
+        """Return the trials of a group, which are created on first use."""
         return comm.state.get(cls)

@@ -1,5 +1,6 @@
-"""Measured choices of expert compute: timed without waiting for a device, kept by a process and in
-the user's cache, where other runs find and check them.
+"""Measured choices of expert compute, shared by a process and stored in the user's cache.
+
+Times are measured without waiting for a device. Other runs load the stored choices and check them.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from moe_plugin.utils.machine import record_event, user_cache
 from moe_plugin.utils.messages import warn_once
 
 log = logging.getLogger(__name__)
-# two rounds warm up with few rows (`SMALL`), and keep out what is far behind
+# the two warm-up rounds use few rows (`SMALL`) and exclude candidates that are far behind
 RULES = TunerSettings(tries=None, watch=math.inf, each=True,
                       contest=ContestRules(warm_up=2, gain=0.05, behind=3.0))
-SMALL = 8  # one part in so many of the rows
-PATIENCE = 4  # times what a slow round took, before the next one
-SLOW_S = 0.5  # seconds of a slow round
+SMALL = 8  # warm-up rounds use one part in this number of the rows
+PATIENCE = 4  # wait before the next round, as a multiple of a slow round's time
+SLOW_S = 0.5  # seconds above which a round is slow
 FILE_VERSION = 2
-Key = tuple[str, tuple[str, ...]]  # what a choice holds for, and its candidates
+Key = tuple[str, tuple[str, ...]]  # (description of the load, names of the candidates)
 Runs = Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class ComputeChoice:
-    """A strategy of expert compute by name, and why."""
+    """Name of a strategy of expert compute, and the reason for choosing it."""
 
     name: str
     why: str
 
 
 class MeasuredChoices:
-    """Choices by key, kept in memory and in files.
+    """Choices by key, stored in memory and in files.
 
     Args:
-        folder: where files are kept; None: the user's cache. Where it cannot be written, choices
-            last as long as this object.
-        clock: seconds, of this process.
+        folder: folder of the files. Defaults to the user's cache. If the folder cannot be written,
+            choices last as long as this object.
+        clock: function that returns the seconds of this process.
     """
 
     def __init__(self, folder: Path | None = None,
@@ -65,19 +66,25 @@ class MeasuredChoices:
         self.unlock()
 
     def unlock(self) -> None:
-        """Also in a forked process, where another thread may have held the lock."""
+        """Create a new lock, also in a forked process, where another thread may have held it."""
         self._lock = threading.Lock()
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,
                start: Callable[[int], Runs] | None) -> ComputeChoice:
-        """The choice among `names` for the key `text`, the first while nothing is known.
+        """Return the choice among `names` for the key `text`.
 
-        In a call in which something is measured, each candidate runs once with all rows, at most.
+        The first name is returned as long as nothing is known. In a call with measurements, each
+        candidate runs at most once with all rows.
 
-        start: the candidates' runs with one part in so many of the rows; None: not in this call.
+        Args:
+            text: description of the load.
+            names: names of the candidates, the preferred candidate first.
+            device: device on which the candidates run.
+            start: function that returns the candidates' runs for one part in this number of the
+                rows. None means that nothing may be measured in this call.
         """
         key = text, tuple(names)
-        if self._lock.acquire(blocking=False):  # else another thread measures
+        if self._lock.acquire(blocking=False):  # otherwise another thread measures
             try:
                 self.tuner.known(key)
                 self._collect(key)
@@ -94,7 +101,7 @@ class MeasuredChoices:
         return ComputeChoice(entry.settled, entry.latest.why)
 
     def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:
-        """The trials of a round, where one is due, after those that warm up."""
+        """Run the trials of a round if a round is due, after the trials of warm-up rounds."""
         begun, calls, runs = self.clock(), self._calls.pop(key), dict[int, Runs]()
         while True:
             name, calls = self.tuner.choose(key, calls), 0
@@ -108,16 +115,16 @@ class MeasuredChoices:
             if not self.tuner.tries(key) and not warms_up:
                 break
             if self._pending.get(key) and not self.tuner.tries(key):
-                break  # on a GPU: later calls read the times, and go on
-        taken = self.clock() - begun
-        if taken > SLOW_S:
-            self._not_before = self.clock() + PATIENCE * taken
+                break  # on a GPU, later calls read the times and continue
+        elapsed = self.clock() - begun
+        if elapsed > SLOW_S:
+            self._not_before = self.clock() + PATIENCE * elapsed
 
     def _launch(self, key: Key, name: str, runs: Runs, device: torch.device) -> None:
         try:
             self._pending.setdefault(key, deque()).append((name, timed(runs[name], device)))
-        except RuntimeError as error:  # out of memory is one
-            log.warning("%s cannot be measured: %s", name, error)
+        except RuntimeError as error:  # running out of memory is also a RuntimeError
+            log.warning("the strategy %s cannot be measured: %s", name, error)
             self.tuner.record(key, name, math.inf)
         if device.type != "cuda":
             self._collect(key)
@@ -130,13 +137,13 @@ class MeasuredChoices:
     def _say(self) -> None:
         for d in self.tuner.pop_decisions():
             if d.event in ("settle", "keep", "restore"):
-                # every run restores what one has measured
+                # a choice that one run has measured is restored by all later runs
                 level = logging.DEBUG if d.event == "restore" else logging.INFO
                 log.log(level, "experts, %s: %s (%s)", d.bucket[0], d.choice, d.why)
 
 
-# Layers of a model know nothing of each other, and share what one measured: it lives as long as one
-# of them.
+# The layers of a model are unaware of each other but share their measurements. The shared object
+# lives as long as one of these layers.
 _SHARED: weakref.WeakValueDictionary[str, MeasuredChoices] = weakref.WeakValueDictionary()
 
 
@@ -149,17 +156,20 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class SharedChoices:
-    """What a module holds of the process's choices."""
+    """Reference of a module to the choices that the process shares."""
 
     def __init__(self) -> None:
-        found = _SHARED.get("choices")
-        if found is None:
-            found = _SHARED["choices"] = MeasuredChoices()
-        self.choices = found
+        shared = _SHARED.get("choices")
+        if shared is None:
+            shared = _SHARED["choices"] = MeasuredChoices()
+        self.choices = shared
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
-    """Run, and return what gives its seconds: on a GPU only launched, None while it computes."""
+    """Start a run and return a function that returns its seconds.
+
+    On a GPU the run is only launched. The function returns None while the GPU is still computing.
+    """
     if device.type != "cuda":
         begun = time.perf_counter()
         run()
@@ -172,30 +182,34 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
 
 
 class ChoiceFiles:
-    """One small file per key, so that processes do not write into each other's.
+    """Files of choices, one small file per key, so that processes do not overwrite each other.
 
     Args:
-        folder: see `MeasuredChoices`.
+        folder: folder of the files. Defaults to the user's cache.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     def place(self) -> Path:
-        """The folder of the files. `ValueError` or `OSError`: it cannot be used."""
-        return user_cache("choices of expert compute are not kept between runs",
+        """Return the folder of the files.
+
+        Raises:
+            ValueError, OSError: if the folder cannot be used.
+        """
+        return user_cache("choices of expert compute are not stored between runs",
                           self._folder) / "expert-compute"
 
     def get(self, key: Key) -> KeptDecision | None:
-        """The decision in a key's file; None if it is absent or cannot be read."""
+        """Return the decision in a key's file, or None if it is missing or cannot be read."""
         try:
-            found = _load(self._path(key))
+            loaded = _load(self._path(key))
         except (OSError, ValueError):
-            return None  # `put` logs why
-        return found[1] if found and found[0] == key[0] else None
+            return None  # `put` logs the reason
+        return loaded[1] if loaded and loaded[0] == key[0] else None
 
     def put(self, key: Key, kept: KeptDecision) -> None:
-        """Write a key's file; where this fails, log why."""
+        """Write a key's file. A failure is logged."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
@@ -204,13 +218,14 @@ class ChoiceFiles:
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False,
                                              encoding="utf-8") as stream:
                 json.dump(record, stream)
-            try:  # complete or not at all, also when two processes write at once
+            try:  # the file must be complete even if two processes write at the same time
                 os.replace(stream.name, path)
             except OSError:
                 os.unlink(stream.name)
                 raise
         except (OSError, ValueError) as error:
-            log.warning("the choice for %s is measured again in the next run: %s", key[0], error)
+            log.warning("the choice for %s will be measured again in the next run: %s", key[0],
+                        error)
 
     def forget(self, key: Key) -> None:
         """Remove a key's file."""
@@ -218,9 +233,10 @@ class ChoiceFiles:
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, those that cannot be read, too; how many there were.
+        """Remove all files, including those that cannot be read, and return their number.
 
-        Raises: OSError, ValueError: they cannot be removed.
+        Raises:
+            OSError, ValueError: if the files cannot be removed.
         """
         paths = list(self.place().glob("*.json"))
         for path in paths:
@@ -228,22 +244,22 @@ class ChoiceFiles:
         return len(paths)
 
     def listed(self) -> list[tuple[str, KeptDecision]]:
-        """(key, decision) of every file."""
+        """Return (key, decision) of every file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
             return []
-        return [found for found in records if found]
+        return [record for record in records if record]
 
     def _path(self, key: Key) -> Path:
         return self.place() / f"{hashlib.sha256(key[0].encode()).hexdigest()[:16]}.json"
 
 
 def _load(path: Path) -> tuple[str, KeptDecision] | None:
-    """(key, decision) of a file; None if it is absent, of another version or cannot be read."""
+    """Return (key, decision) of a file, or None if it is missing, outdated or cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record.get("version") != FILE_VERSION:  # earlier ones do not say how sure they are
+        if record.get("version") != FILE_VERSION:  # earlier versions lack the spread
             return None
         numbers = [record["spread"], record["made"], *record["seconds"].values(),
                    *record["behind"].values()]
@@ -257,5 +273,5 @@ def _load(path: Path) -> tuple[str, KeptDecision] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        warn_once(__name__, f"{path} is not used, and measured again: {error!r}")
+        warn_once(__name__, f"{path} is ignored, and its choice is measured again: {error!r}")
         return None

@@ -1,16 +1,18 @@
-"""`compute: auto`: the strategy of expert compute that suits device and load.
+"""Automatic choice of the strategy of expert compute for device and load (`compute: auto`).
 
 Candidates are timed forward and backward on random rows of the bucket's load, with the layer's own
-weights, without any effect on the call that starts it: no autograd graph, no autocast, no hooks on
-saved tensors, no random number of torch's generators.
+weights. The trials have no effect on the call that starts them: no autograd graph, no autocast, no
+hooks on saved tensors, and no random number from torch's generators.
 
-The candidates of expert compute under a load. Pure functions, no timing. On a GPU strategy
-`kernels` is several: one for each schedule of its products (`kernels.groups.SCHEDULES`, "kernels
-split") that Triton has for it. Results are the same bits.
+The candidates of a load follow from pure functions without timing. On a GPU the strategy `kernels`
+counts as several candidates, one for each schedule of its matrix products that Triton supports
+there (`kernels.groups.SCHEDULES`, for example "kernels split"). The results of all schedules are
+bitwise equal.
 
-The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows an expert, a GEMM an
-expert for many, and in between whichever is faster. The candidates that it leaves are timed.
-The choice is local: it changes no shape and no collective, so ranks may choose differently.
+The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows per expert, one GEMM
+per expert for many rows, and in between whichever is faster. Candidates that the rule allows are
+timed. The choice is local to a rank: it changes no shape and no collective, so ranks may choose
+differently.
 """
 
 from __future__ import annotations
@@ -37,21 +39,25 @@ from moe_plugin.routing.replay import replayed
 from moe_plugin.tuning.compute_times import ComputeChoice, Runs, SharedChoices
 from moe_plugin.utils.machine import capturing, device_name
 
-FEW_ROWS, MANY_ROWS = 2048, 4096  # of one expert
-# FLOP of all experts' first products, below which nothing is timed: not worth it
+FEW_ROWS, MANY_ROWS = 2048, 4096  # rows of one expert
+# FLOP of all experts' first products below which timing is not worth its cost
 SMALL_LAYER = 1 << 30
 
 
 @dataclass(frozen=True)
 class ComputeLoad:
-    """What a choice depends on.
+    """Properties of a call on which the choice depends.
 
     Attributes:
-        device: its type.
-        rows: of all experts.
-        even: all experts have the same number of rows.
-        planned: rows are gathered from this rank's own tokens, see `RowPlan`.
-        top_k: then, rows per token.
+        device: type of the device.
+        dtype: dtype of the matrix products.
+        experts: number of experts.
+        width, inner: width of rows, and inner width of experts.
+        gated: whether experts have a gate matrix.
+        rows: number of rows of all experts.
+        even: whether all experts have the same number of rows.
+        planned: whether rows are gathered from this rank's own tokens, see `RowPlan`.
+        top_k: number of rows per token if `planned`.
     """
 
     device: str
@@ -67,17 +73,17 @@ class ComputeLoad:
 
     @property
     def rows_each(self) -> float:
-        """Rows of an expert on average."""
+        """Mean number of rows per expert."""
         return self.rows / max(1, self.experts)
 
     @property
     def bucket(self) -> int:
-        """Loads of one bucket share a choice: log2 of the rows of an expert, to the nearest."""
+        """Rounded base-2 logarithm of the rows per expert. Loads of one bucket share a choice."""
         return round(math.log2(max(1.0, self.rows_each)))
 
     @property
     def label(self) -> str:
-        """For keys and logs."""
+        """Text for keys and logs."""
         kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
             f"own tokens k{self.top_k}" if self.planned else "rows")
         return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
@@ -85,28 +91,37 @@ class ComputeLoad:
 
 
 def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
-    """Strategies by name, the one to take unmeasured first. usable: those that can compute such
-    rows here.
+    """Return the names of candidate strategies. The first one is used if nothing is measured.
 
-    CPU: `fused`, which is a GEMM an expert, and for few rows the grouped and (even loads) batched
-    ones. GPU: grouped kernels, ours and torch's (with the latter a step of transformers takes 0.95
-    to 1.04 times as long on an H100, the least with 4,096 rows an expert), and from `FEW_ROWS` on a
-    GEMM an expert. Ours stay first: the others keep more for backward, so they have to be faster.
+    On a CPU the candidates are `fused`, which is one GEMM per expert, and for few rows the grouped
+    and (for even loads) batched strategies. On a GPU the candidates are the grouped kernels of this
+    package and of torch, and from `FEW_ROWS` rows on one GEMM per expert. With torch's grouped
+    kernels a step of transformers takes 0.95 to 1.04 times as long on an H100, with the least time
+    at 4,096 rows per expert. This package's kernels come first, because the other kernels store
+    more for backward and must therefore be faster.
+
+    Args:
+        load: load of the call.
+        usable: strategies that can compute the rows on this device.
     """
-    each = load.rows_each
+    rows_each = load.rows_each
     if load.device == "cpu":
         names = ["fused"]
-        if each < MANY_ROWS:
+        if rows_each < MANY_ROWS:
             names += ["grouped", "batched"] if load.even else ["grouped"]
     else:
         names = [f"kernels {schedule}".strip() for schedule in SCHEDULES]
-        names += ["grouped"] + ["loop"] * (each >= FEW_ROWS)
+        names += ["grouped"] + ["loop"] * (rows_each >= FEW_ROWS)
     return list(filter(usable.__contains__, names)) or ["loop"]
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Why the first candidate is taken as it is; None: the candidates are to be measured. setting:
-    experts.compute_selection.
+    """Return why the first candidate is used without measuring, or None if measuring is needed.
+
+    Args:
+        load: load of the call.
+        names: names of the candidates.
+        setting: value of experts.compute_selection.
     """
     if setting == "rule":
         return "experts.compute_selection=rule"
@@ -118,11 +133,13 @@ def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str
 
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """The fastest strategy for device and load: by rule, and where the rule leaves several, as
-    measured (see `experts.compute_selection`).
+    """Compute with the fastest strategy for device and load.
+
+    The strategy is chosen by a rule. If the rule allows several strategies, the fastest measured
+    strategy is used (see `experts.compute_selection`).
     """
     counts, (_, width, inner) = getattr(rows, "counts", rows), parameters.w_in_LDF.shape
-    # the first candidate on a CPU, for any others, where it is not worth measuring
+    # small loads on a CPU use the first candidate without the cost of a choice
     if x.device.type == "cpu" and not isinstance(counts, DeviceCounts) and (
             2 * sum(counts.host) * width * inner < SMALL_LAYER) and (
             not torch.compiler.is_compiling()):
@@ -131,7 +148,7 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
 
 
 def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """What a candidate computes; see `Strategy`."""
+    """Return the result of a candidate. See `Strategy`."""
     strategy, _, schedule = name.partition(" ")
     if schedule:
         parameters = dataclasses.replace(parameters, schedule=schedule)
@@ -139,12 +156,12 @@ def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNPar
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
-    """What `auto` takes for these rows. Modules share what one of them measures."""
+    """Return the strategy that `auto` uses for these rows. Modules share measurements."""
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return ComputeChoice(_compiled(x, counts), "under torch.compile")
     if parameters.keep is not None and isinstance(counts, DeviceCounts):
-        return ComputeChoice("kernels", "of those whose rows go to pages, it keeps the fewest")
+        return ComputeChoice("kernels", "it stores the fewest rows of all strategies with pages")
     usable = usable_ways(x, parameters, counts)
     if len(usable) == 1:
         return ComputeChoice(*usable, "by rule the only candidate")
@@ -152,19 +169,19 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
     if why is None and torch.are_deterministic_algorithms_enabled():
-        why = "deterministic algorithms are required, and a measured choice may add up differently"
+        why = "deterministic algorithms are required, and measured choices may sum differently"
     if why is not None:
         return ComputeChoice(names[0], why)
     start = functools.partial(trial, load, names, x.device, parameters)
     known = parameters.memory.state(SharedChoices)
-    # a recomputation repeats the choice: another way would save other tensors for backward
+    # a recomputation must repeat the choice, since strategies save different tensors for backward
     return replayed(known, lambda: known.choices.choose(
         _key(load, names, x.device), names, x.device, start if _may_measure(x.device) else None),
         True, what="way to compute experts", values=False)
 
 
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLoad:
-    """The load of a call."""
+    """Return the load of a call."""
     planned = isinstance(rows, RowPlan)
     counts = rows.counts if planned else rows
     experts, width, inner = p.w_in_LDF.shape
@@ -174,22 +191,23 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """Candidates' forward and backward passes for a load's bucket. part: with one part in so many
-    of its rows.
+    """Return the candidates' forward and backward runs for a bucket's load.
+
+    part: the runs use one part in this number of the bucket's rows. Defaults to all rows.
     """
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
-        own = {
+        copies = {
             n: t.detach().to(load.dtype).requires_grad_() if isinstance(t, Tensor) else t
             for n, t in tensors.items()
         }
-        # trial gradients are discarded: they reach nothing that the layer's calls share
-        p = FFNParameters(**{**own, "memory": Workspace(), "main_grad_weights": {},
+        # gradients of a trial are discarded, so nothing that is shared by calls may be used here
+        p = FFNParameters(**{**copies, "memory": Workspace(), "main_grad_weights": {},
                              "sums": None, "later": None, "keep": None})
         x, rows = sample_load(load, device, part)
         grad = torch.randn(x.shape, generator=torch.Generator(device).manual_seed(1),
                            device=device).to(load.dtype)
-        wanted = [x, *(t for t in own.values() if isinstance(t, Tensor))]
+        wanted = [x, *(t for t in copies.values() if isinstance(t, Tensor))]
 
     def run(name: str) -> None:
         with _clean(device):
@@ -200,8 +218,9 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Rows, or tokens and their plan, of a bucket's load, assigned to experts round robin. part:
-    one part in so many of its rows.
+    """Return rows, or tokens and their plan, of a bucket's load, assigned to experts round robin.
+
+    part: the load consists of one part in this number of the bucket's rows. Defaults to all rows.
     """
     total = -(-load.experts * 2**load.bucket // part) // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
@@ -210,7 +229,7 @@ def sample_load(load: ComputeLoad, device: torch.device,
                     device=device).to(load.dtype).requires_grad_()
     if not load.planned:
         return x, counts
-    # made on the device: the host does not wait
+    # created on the device, so that the host does not wait
     lengths_L, choice_N = counts.device(device), torch.arange(total, device=device)
     position_N = (lengths_L.cumsum(0) - lengths_L)[choice_N % load.experts] + torch.div(
         choice_N, load.experts, rounding_mode="floor")
@@ -221,7 +240,10 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """As in a new thread. Of hooks on saved tensors only the innermost run, so these do nothing."""
+    """Provide a state as in a new thread.
+
+    Only the innermost hooks on saved tensors run, so these hooks disable all others.
+    """
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
             device.type, enabled=False):
@@ -230,26 +252,28 @@ def _clean(device: torch.device) -> Iterator[None]:
 
 def _compiled(x: Tensor, counts: RowCounts) -> str:
     if isinstance(counts, DeviceCounts):
-        return "kernels"  # its reference reads the lengths where a compiler does not see it
+        return "kernels"  # its reference implementation reads the lengths outside of traced code
     if x.device.type == "cuda":
         return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
-    # no set: hashing a symbolic size would fix it
+    # a set of names would hash a symbolic size and so fix its value
     return "batched" if counts.even else "loop"
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Strategies that compute such rows on this device themselves, without a fallback, and do not
-    make the host wait for lengths that the device alone knows.
+    """Return the strategies that compute these rows on this device without a fallback.
+
+    Strategies that make the host wait for row counts on the device are excluded.
     """
     if x.device.type == "cpu" and in_float32(_dtype(x)):
-        return {"fused"}  # the others take up to a hundred times as long
+        return {"fused"}  # the other strategies take up to a hundred times as long
     on_device = isinstance(counts, DeviceCounts) and x.device.type != "cpu"
     names = {"fused", "batched", "loop"} if x.device.type == "cpu" else {"loop"}
     if on_device:
         names = {"kernels"}
     if x.device.type == "cuda" and INSTALLED and x.dtype in DTYPES:
         names.add("kernels")
-        if not on_device and p.precision in ("ieee", "tf32"):  # the others have other kernels
+        # the schedules exist only for the kernels of these precisions
+        if not on_device and p.precision in ("ieee", "tf32"):
             names |= {f"kernels {name}" for name, schedule in SCHEDULES.items()
                       if name and no_schedule(schedule, x.device) is None}
     if strategies.entry("grouped").why_not() is None and grouped_refusal(
@@ -259,22 +283,26 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Whether a strategy computes rows whose numbers a device alone knows without a wait. All
-    others, and `grouped` with what it passes to `loop`, read them.
+    """Return whether a strategy computes rows whose counts are known only on the device.
+
+    The host does not wait for the device then. All other strategies read the counts on the host,
+    and `grouped` does so for rows that it passes to `loop`.
     """
     return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
 
 
 def _may_measure(device: torch.device) -> bool:
-    """Not without gradients (there may be no memory for them), during the capture of a CUDA graph,
-    or under a mode that intercepts operations.
+    """Return whether trials are allowed.
+
+    Trials are not allowed without gradients (there may be no memory for gradients), while a CUDA
+    graph is captured, or under a mode that intercepts operations.
     """
     intercepted = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     return torch.is_grad_enabled() and not intercepted and not capturing(device)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Of the products."""
+    """Return the dtype of the matrix products."""
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if autocast else x.dtype

@@ -1,13 +1,14 @@
-"""What the trial engine is told and tells: settings, decisions, and what outlives a process."""
+"""Inputs and outputs of the trial engine: settings, decisions, and stored decisions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 from moe_plugin.planner.trials import ContestRules
+from moe_plugin.planner.units import show_time
 
 Bucket = TypeVar("Bucket", bound=Hashable)
 
@@ -17,14 +18,14 @@ class TunerSettings:
     """Rules of a tuner.
 
     Attributes:
-        tries: candidates timed in a new bucket, the best predicted first; None: all.
+        tries: number of candidates timed in a new bucket, the best predicted first. None means all.
         within: candidates predicted slower than this factor times the best are not tried.
-        contest: how candidates are told apart.
-        drift: relative change of the watched time that counts as drift, `patience` times in a
-            row.
-        watch: a settled bucket is timed once per so many calls.
-        allowance, budget: calls that may be spent on trials: allowance, or budget * calls if more.
-        each: these are of each bucket; False: of all buckets together.
+        contest: rules for distinguishing candidates.
+        drift: relative change of the watched time that counts as drift.
+        patience: number of consecutive changes that must count as drift.
+        watch: number of calls per timed call in a settled bucket.
+        allowance, budget: the larger of allowance and budget * calls may be spent on trials.
+        each: whether allowance and budget apply to each bucket instead of all buckets together.
     """
 
     tries: int | None = 4
@@ -40,9 +41,15 @@ class TunerSettings:
 
 @dataclass(frozen=True)
 class TunerDecision:
-    """One entry of the log: what was decided at which call for which bucket, and why.
+    """A decision with its call, its bucket and the reason.
 
-    event: predict, explore, settle, keep or restore. Times in seconds, None: unknown.
+    Attributes:
+        call: number of calls at the time of the decision.
+        bucket: bucket of the load.
+        choice: the chosen candidate.
+        event: predict, explore, settle, keep or restore.
+        why: reason for the decision.
+        predicted_s, measured_s: seconds of the choice, or None if unknown.
     """
 
     call: int
@@ -54,20 +61,21 @@ class TunerDecision:
     measured_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON lines and reports."""
+        """Return plain values for JSON lines and reports."""
         return {**asdict(self), "choice": str(self.choice), "bucket": plain(self.bucket)}
 
 
 @dataclass(frozen=True)
 class KeptDecision:
-    """A decision that outlives the process.
+    """A decision that is stored beyond the process.
 
     Attributes:
-        name, why: the candidate's, and why it was chosen.
-        spread: of the times that chose it, see `Contest.spread`.
-        seconds: of the candidates by name.
-        behind: by name those that were far behind, with the factor.
-        made: when, in seconds since 1970.
+        name: name of the chosen candidate.
+        why: reason for the decision.
+        spread: spread of the times behind the decision, see `Contest.spread`.
+        seconds: measured seconds of the candidates, by name.
+        behind: time of candidates that were far behind relative to the fastest, by name.
+        made: time of the decision in seconds since 1970.
     """
 
     name: str
@@ -79,19 +87,32 @@ class KeptDecision:
 
 
 class Memory(Protocol[Bucket]):
-    """Decisions that outlive the process, by bucket."""
+    """Storage for decisions beyond the process, by bucket."""
 
     def get(self, bucket: Bucket) -> KeptDecision | None:
-        """None: nothing is known."""
+        """Return the decision for a bucket, or None if there is none."""
 
     def put(self, bucket: Bucket, kept: KeptDecision) -> None:
-        """Keep a decision."""
+        """Store a decision."""
 
     def forget(self, bucket: Bucket) -> None:
-        """Keep none any more."""
+        """Remove the decision for a bucket."""
+
+
+def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
+                 failed: Collection[Hashable]) -> str:
+    """Return the candidates with their measured times, as words for logs and reports."""
+    listed = []
+    for choice in choices:
+        name = getattr(choice, "words", choice)
+        listed.append(f"{name} {show_time(seconds[choice])}" if choice in seconds else
+                      f"{name} not measured" if choice in failed else f"{name} far behind")
+    # the words of a layout contain commas
+    return ("; " if any(", " in entry for entry in listed) else ", ").join(listed)
+
 
 def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Fields with a default that these choices have and a saved one has not, with the default."""
+    """Return the fields with a default that a saved choice lacks, with their defaults."""
     kind = next(iter(choices), None)
     if not is_dataclass(kind) or not isinstance(saved, Mapping):
         return {}
@@ -100,17 +121,17 @@ def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
 
 
 def filled(saved: Any, new: Mapping[str, Any]) -> Any:
-    """A saved choice with fields that it has not."""
+    """Return a saved choice with its missing fields added."""
     return {**new, **saved} if isinstance(saved, Mapping) else saved
 
 
 def plain(value: Any) -> Any:
-    """A choice or a bucket as plain values."""
+    """Return a choice or a bucket as plain values."""
     if is_dataclass(value):
         return asdict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def text_of(value: Any) -> str:
-    """Plain values as text that is equal for equal ones."""
+    """Return plain values as a text that is equal for equal values."""
     return json.dumps(value, sort_keys=True)

@@ -1,5 +1,7 @@
-"""A layer, its links and its processors as numbers for the planner; links and processors from the
-files of the settings, else typical ones.
+"""Descriptions of a layer, its links and its processors for the planner.
+
+Links and processors come from the files named in the settings. Without such files, typical values
+are used.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ _GPU_LINKS = {
     "intra": Link(alpha_s=5e-6, beta_s=1 / 200e9), "inter": Link(alpha_s=10e-6, beta_s=1 / 20e9)
 }
 _CPU_LINKS = {
-    # gloo between two processes of one machine, as `moe-plugin calibrate` finds it
+    # gloo between two processes of one machine, as measured by `moe-plugin calibrate`
     "intra": Link(alpha_s=200e-6, beta_s=1 / 1e9), "inter": Link(alpha_s=200e-6, beta_s=1 / 100e6)
 }
-# Ranks of one machine without a GPU: what it costs them to meet, and a byte in and out of a buffer
-# for rows on their way. Fitted to whole training steps (docs/benchmarks/data/predicted.md)
+# Costs of ranks on one machine without a GPU: waiting for each other, and copying a byte into and
+# out of a send buffer. Fitted to whole training steps (docs/benchmarks/data/predicted.md).
 _CPU_MEETING_S, _CPU_COPY_S = 0.4e-3, 2e-10
 _GPU = Device(name="default", flops=200e12, half_rows=256, memory_bytes_s=1.5e12, launch_s=1e-5,
               memory_bytes=40e9)
@@ -40,15 +42,18 @@ _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
 
 @dataclass
 class Calibration:
-    """What `prepare_group.prepare` keeps with a group; cluster: of its file, None without one."""
+    """Calibration that `prepare_group.prepare` stores with a group.
+
+    cluster: the cluster of the file named in the settings. None if no file is named.
+    """
 
     cluster: Cluster | None = None
 
 
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """The calibrated cluster in the shape of the group, or one with typical links.
+    """Return the calibrated cluster in the shape of the group, or a cluster with typical links.
 
-    The group must be prepared: the shape is that of its topology.
+    The group must be prepared, because its topology defines the shape.
     """
     sizes = list(map(len, comm.topology.nodes)) if comm.size > 1 else [1]
     known = comm.state.get(Calibration).cluster
@@ -56,37 +61,42 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
         return known.with_nodes(sizes)
     gpu = device.type == "cuda"
     links = _GPU_LINKS if gpu else _CPU_LINKS
-    together = not gpu and len(sizes) == 1  # between nodes the links' own times are longer
+    together = not gpu and len(sizes) == 1  # between nodes, the links dominate these costs
     return Cluster(name="default", nics=max(sizes) if gpu else 1, **links,
                    phase_s=_CPU_MEETING_S if together else 0.0,
                    copy_s=_CPU_COPY_S if together else 0.0).with_nodes(sizes)
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
-    """The device file of the settings, or a typical processor of this kind."""
+    """Return the device of the file named in the settings, or a typical device of this type."""
     if config.tuner.device:
         return load_device(config.tuner.device)
     return _GPU if device.type == "cuda" else _CPU
 
 
 def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> list[float]:
-    """Ranks and nodes that the tokens of this rank visit, by choice, one after the other for each
-    r of `copies`; 0 where there is no choice. The host waits for it.
+    """Return the ranks and the nodes that this rank's tokens visit, per choice of an expert.
+
+    The list contains two numbers for each r of `copies`: ranks, then nodes. All numbers are 0 if no
+    token has a choice. The host waits for the device.
     """
     if not copies:
         return []
     node_W = to_device([*place.comm.topology.node_of, -1], routing.ids_TK.device)
-    found = [(routing.ids_TK >= 0).sum()]
+    counts = [(routing.ids_TK >= 0).sum()]
     for r in copies:
         at = replace(place, copies=r)
         rank_TK = torch.div(expand(at, routing, None)[0], at.local, rounding_mode="floor")
-        found += [first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum()]
-    choices, *visits = torch.stack(found).tolist()
+        counts += [first_of_each(rank_TK).sum(), first_of_each(node_W[rank_TK]).sum()]
+    choices, *visits = torch.stack(counts).tolist()
     return [visited / max(1, choices) for visited in visits]
 
 
 def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -> Visits | None:
-    """Of a token with so many choices; None: there is none. by_choice: see `count_visits`."""
+    """Return the visits of a token with `choices` choices, or None if no visit was counted.
+
+    by_choice: ranks and nodes per choice, see `count_visits`.
+    """
     rows = zip(copies, by_choice[::2], by_choice[1::2], strict=True)
     return {r: OnceRows(ranks * choices, nodes * choices, r * choices)
             for r, ranks, nodes in rows} if any(by_choice) else None
@@ -94,13 +104,15 @@ def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -
 
 def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
                 skew: float = 1.0, visits: Visits | None = None) -> LayerShape:
-    """A layer under a load as the planner sees it.
+    """Return a layer under a load in the planner's terms.
 
     Args:
-        probe: one of its parameters.
-        tokens: of the rank with most.
-        skew: rows of the fullest rank over the mean.
-        visits: where tokens go, measured.
+        config: settings of the layer.
+        place: where the parameters of the layer are stored.
+        probe: a parameter of the layer, which determines the element size.
+        tokens: number of tokens of the rank with the most tokens.
+        skew: rows of the fullest rank divided by the mean. Defaults to 1.
+        visits: measured destinations of tokens. Defaults to unknown.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       latent_dim=config.experts.latent_dim, hidden_dim=config.hidden_dim,

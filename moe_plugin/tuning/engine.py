@@ -1,12 +1,12 @@
-"""The trial engine: times candidates and settles on the fastest for each bucket of the load.
+"""The trial engine, which times candidates and selects the fastest for each bucket of the load.
 
-A pure state machine without torch, ranks or clocks; layouts, all-to-all algorithms, collectives and
-expert compute use it. A bucket that is not known starts with its best prediction, or the first
-candidate. Its candidates are tried in rounds until they can be told apart (`planner.trials`); then
-the fastest is kept, watched for drift and checked by a round now and then.
+The engine is a pure state machine without torch, ranks or clocks. Layouts, all-to-all algorithms,
+collectives and expert compute use it. An unknown bucket starts with its best prediction or with the
+first candidate. The candidates of the bucket are tried in rounds until they can be distinguished
+(`planner.trials`). The fastest candidate is then used, watched for drift, and checked occasionally.
 
-Ranks agree because they compute the same: every rule is deterministic, and times are reduced over
-ranks before they come here.
+Ranks agree because they compute the same: all rules are deterministic, and times are reduced over
+ranks before they are passed to the engine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moe_plugin.tuning.decisions import (
     TunerDecision,
     TunerSettings,
     filled,
+    listed_times,
     new_fields,
     plain,
     text_of,
@@ -35,24 +36,24 @@ from moe_plugin.tuning.decisions import (
 Choice = TypeVar("Choice", bound=Hashable)
 STATE_VERSION = 1
 LOG_LENGTH = 256
-PAUSE = 8  # calls, for each round before
-DISTURBED = 0.3  # spread, above which the machine is busy with something else
-RETRIED = 0.01  # of a bucket's time, within which candidates far behind are tried again
+PAUSE = 8  # calls to wait for each earlier round
+DISTURBED = 0.3  # spread above which the machine is assumed to be busy with other work
+RETRIED = 0.01  # share of a bucket's calls that retries of candidates far behind may cost
 
 
 @dataclass
 class _Entry(Generic[Choice]):
-    """What is known of one bucket.
+    """State of one bucket.
 
     Attributes:
         known: whether there is a decision.
-        contest: the trials; None: none yet.
-        open: more rounds are to tell candidates apart.
-        checking: the round that runs checks the decision; `seen` is the round before it.
-        sure, spread: of the decision.
-        calls, explored: so far; those that were trials.
-        untimed: calls since the last timed one.
-        timed: whether the call chosen last is to be timed.
+        contest: trials of the bucket, or None if there were no trials.
+        open: whether more rounds are needed to distinguish candidates.
+        checking: whether the running round checks the decision. `seen` is the round before it.
+        sure, spread: certainty and spread of the decision.
+        calls, explored: numbers of calls and of trials so far.
+        untimed: number of calls since the last timed call.
+        timed: whether the latest chosen call is timed.
     """
 
     predicted: dict[Choice, float | None]
@@ -82,15 +83,14 @@ class _Entry(Generic[Choice]):
 
 
 class Tuner(Generic[Bucket, Choice]):
-    """`choose(bucket)` before a call, `record(bucket, choice, seconds)` when its time is known.
+    """Tuner. Use `choose` before a call, and `record` when the time of the call is known.
 
     Args:
-        candidates: for a bucket, the choices with their predicted seconds (None: not predicted),
-            the preferred first; the same on all ranks.
-        settings: see `TunerSettings`.
-        memory: results of earlier processes; see `known`.
-        always: candidates that are timed wherever they are possible, however slow predictions say
-            they are.
+        candidates: function that returns the candidates of a bucket with their predicted seconds
+            (None: not predicted), the preferred first. All ranks need the same candidates.
+        settings: rules of the tuner.
+        memory: storage for decisions of earlier processes, see `known`.
+        always: function that returns candidates that are timed independently of predictions.
     """
 
     def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
@@ -101,13 +101,12 @@ class Tuner(Generic[Bucket, Choice]):
         self.always = always
         self.entries: dict[Bucket, _Entry[Choice]] = {}
         self.calls = self.explored = 0
-        self._used: set[Choice] = set()  # in this process; the first call may cost more
+        self._used: set[Choice] = set()  # candidates whose (slower) first call has been made
         self.log: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
         self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
-        """The choice for this call. calls: how many there were since the last time, this included.
-        """
+        """Return the choice for this call. calls: calls since the last choice, plus this call."""
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
@@ -128,45 +127,44 @@ class Tuner(Generic[Bucket, Choice]):
         return choice
 
     def known(self, bucket: Bucket) -> bool:
-        """Whether there is a decision: by trials, by memory, or because there is but one choice."""
+        """Return whether there is a decision: from trials, from memory, or for a single choice."""
         entry = self._entry(bucket)
         if self.memory is not None and not entry.known and not entry.asked:
             entry.asked = True
-            kept = self.memory.get(bucket)
+            stored = self.memory.get(bucket)
             by_name = {str(choice): choice for choice in entry.predicted}
-            if kept is not None and kept.name in by_name:
-                entry.settled, entry.known, entry.spread = by_name[kept.name], True, kept.spread
-                entry.measured = {by_name[n]: s for n, s in kept.seconds.items() if n in by_name}
-                entry.behind = {by_name[n]: s for n, s in kept.behind.items() if n in by_name}
-                self._note(bucket, entry, "restore", kept.why)
+            if stored is not None and stored.name in by_name:
+                entry.settled, entry.known, entry.spread = by_name[stored.name], True, stored.spread
+                entry.measured = {by_name[n]: s for n, s in stored.seconds.items() if n in by_name}
+                entry.behind = {by_name[n]: s for n, s in stored.behind.items() if n in by_name}
+                self._note(bucket, entry, "restore", stored.why)
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
-        """The latest decision for a bucket: its current choice, and why."""
+        """Return the latest decision for a bucket, with its current choice and the reason."""
         return self._entry(bucket).latest
 
     def exploring(self, bucket: Bucket) -> bool:
-        """Whether trials, or their times, are still to come in this bucket's next calls."""
+        """Return whether trials of the bucket, or their times, are pending."""
         entry = self.entries.get(bucket)
         return entry is not None and (entry.running or self._goes_on(entry))
 
     def wants_time(self, bucket: Bucket) -> bool:
-        """Whether to time the call just chosen: every trial, and one of `watch` calls later."""
+        """Return whether to time the call just chosen: trials, and later one of `watch` calls."""
         return self.entries[bucket].timed
 
     def tries(self, bucket: Bucket) -> bool:
-        """Whether the round that runs has trials that are still to be made."""
+        """Return whether the running round has trials that were not made yet."""
         entry = self.entries[bucket]
         return entry.running and entry.contest.trying
 
     def warms_up(self, bucket: Bucket) -> bool:
-        """Whether the times of the round that runs, or of the next one, do not count."""
+        """Return whether times of the current or next round are ignored."""
         contest = self.entries[bucket].contest
         return contest is not None and contest.warm_ups > 0
 
     def record(self, bucket: Bucket, choice: Choice, seconds: float) -> None:
-        """The time of an earlier call, equal on all ranks; infinity: the candidate could not run.
-        """
+        """Record the time of an earlier call, equal on all ranks. Infinity means a failed run."""
         entry = self.entries.get(bucket)
         if entry is None:
             return
@@ -177,14 +175,13 @@ class Tuner(Generic[Bucket, Choice]):
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
-        """In place of `record`: the time of an earlier call does not count, a trial is made again.
-        """
+        """Repeat a trial, instead of recording its time, because the time is not meaningful."""
         entry = self.entries.get(bucket)
         if entry is not None and entry.running:
             entry.contest.repeat(choice)
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Decisions since the last time this was called."""
+        """Return the decisions since the last call of this method."""
         fresh = tuple(self._unread)
         self._unread.clear()
         return fresh
@@ -202,16 +199,16 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _calibrated(self, bucket: Bucket,
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
-        """Predictions times the ratio of measured to predicted time in the nearest explored bucket
-        (a tuple of integers): each choice's own, else the usual one.
-        """
+        """Return predictions scaled by the measured ratio in the nearest explored bucket.
+
+        Each choice uses its own ratio, or the median ratio. Buckets are tuples of integers."""
         explored = [b for b, e in self.entries.items() if e.measured]
         if None in predicted.values() or not explored:
             return predicted
         near = self.entries[min(
             explored, key=lambda b: (sum(abs(i - j) for i, j in zip(b, bucket, strict=True)), b))]
-        # the model is off by about the same factor for neighbouring loads; what ranks choices is
-        # how each of them differs from that factor
+        # The model's error is similar for neighbouring loads. The ranking of choices follows from
+        # how much the error of each choice differs from the usual error.
         ratios = {
             c: s / near.predicted[c] for c, s in near.measured.items() if near.predicted.get(c)
         }
@@ -221,15 +218,16 @@ class Tuner(Generic[Bucket, Choice]):
         return {c: seconds * ratios.get(c, usual) for c, seconds in predicted.items()}
 
     def _affords(self, entry: _Entry[Choice], trials: int) -> bool:
-        """Whether so many trials more are within the budget; the first round of all is."""
+        """Return whether the budget allows this number of trials. It always allows the first round.
+        """
         rules, spent = self.settings, entry if self.settings.each else self
         left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
         return left >= trials or (left > 0 and not spent.explored)
 
     def _goes_on(self, entry: _Entry[Choice]) -> bool:
-        """Whether an exploration's next round is due. What a few rounds in a row cannot tell apart
-        waits longer and longer: the machine may be busy with something else.
-        """
+        """Return whether the next round of an exploration is due.
+
+        After a few inconclusive rounds the waits get longer, as the machine may be busy."""
         if not entry.open:
             return False
         contest = entry.contest
@@ -238,7 +236,7 @@ class Tuner(Generic[Bucket, Choice]):
             entry, len(contest.contenders()))
 
     def _begin(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
-        """A round, where one is due and within the budget."""
+        """Begin a round if a round is due and within the budget."""
         contest = entry.contest
         if entry.open:
             if self._goes_on(entry):
@@ -267,15 +265,15 @@ class Tuner(Generic[Bucket, Choice]):
         return tried + [c for c in self.always() if c in expected and c not in tried]
 
     def _contest(self, entry: _Entry[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
-        """A new one, which knows who was far behind before."""
+        """Return a new contest, which knows which candidates were far behind before."""
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
-        made = Contest(tried, entry.settled, self.settings.contest, cold)
+        contest = Contest(tried, entry.settled, self.settings.contest, cold)
         before = entry.contest
         if before is not None and before.excess() > RETRIED * entry.calls:
-            made.take_behind({c: before.factor(c) for c in before.behind})
+            contest.take_behind({c: before.factor(c) for c in before.behind})
         elif before is None:
-            made.take_behind(entry.behind)
-        return made
+            contest.take_behind(entry.behind)
+        return contest
 
     def _explore(self, bucket: Bucket, entry: _Entry[Choice], why: str) -> None:
         tried = self._tried(entry)
@@ -288,13 +286,13 @@ class Tuner(Generic[Bucket, Choice]):
                    f"{why}: timing {len(tried)} of {len(entry.predicted)} candidates")
 
     def _conclude(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
-        """After a round: a decision, or more rounds."""
+        """Decide after a round, or continue with more rounds."""
         contest, entry.checks.calls = entry.contest, 0
         if entry.checking:
             latest = contest.rounds[-1] if contest.rounds else {}
             few = latest is entry.seen or len(latest) < min(2, len(contest.alive()))
             if few and not contest.given_up:
-                entry.open = True  # its times did not count: another round
+                entry.open = True  # the round had too few times, so another round is needed
                 return
             entry.checking = False
             if entry.sure and not contest.contradicts():
@@ -305,7 +303,7 @@ class Tuner(Generic[Bucket, Choice]):
             if entry.sure:
                 entry.checks.changed()
                 self._note(bucket, entry, "explore", "a check contradicts the choice")
-        # fewer samples say that one is slow, not how slow: they correct no neighbour's predictions
+        # excluded candidates have few samples, which are too imprecise to correct predictions
         entry.measured.update({
             c: s for c, s in contest.seconds().items() if c not in contest.behind})
         decision = contest.decide()
@@ -323,9 +321,7 @@ class Tuner(Generic[Bucket, Choice]):
         entry.baseline, entry.recent = None, []
         (entry.checks.changed if changed else entry.checks.agreed)()
         seconds = contest.seconds()
-        listed = ", ".join(f"{c} {show_time(seconds[c])}" if c in seconds else f"{c} not measured"
-                           if c in contest.failed else f"{c} far behind"
-                           for c in contest.choices)
+        listed = listed_times(contest.choices, seconds, contest.failed)
         why = f"measured: {listed}" if seconds else f"no time was measured: {listed}"
         if seconds and not decision.sure:
             why += f"; they differ by less than their spread of {100 * entry.spread:.0f} %"
@@ -349,7 +345,7 @@ class Tuner(Generic[Bucket, Choice]):
             entry.recent = []
         elif len(entry.recent) >= rules.patience:
             now = statistics.median(entry.recent)
-            # the others' times are old: they keep their ranking, the settled one loses its lead
+            # older times of other candidates keep their ranking; the settled choice loses its lead
             if entry.settled in entry.measured:
                 entry.measured[entry.settled] *= now / entry.baseline
             self._explore(bucket, entry, f"time went from {show_time(entry.baseline)} to "
@@ -363,7 +359,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint. Buckets with too few trials are explored again."""
+        """Return plain values for a checkpoint. Buckets with too few trials are explored again."""
         buckets = [{
             "bucket": plain(bucket), "settled": plain(entry.settled),
             "known": entry.known,
@@ -375,16 +371,16 @@ class Tuner(Generic[Bucket, Choice]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Take over a saved state; choices that are not candidates any more (another number of
-        ranks, say) are left out. A field that choices did not have yet has its default; where it
-        has other values now, they are measured.
+        """Load a saved state, and return the reason for each bucket that is measured again.
 
-        Returns: for each bucket that is measured again, why.
+        Choices that are not candidates any more, for example on another number of ranks, are
+        omitted. Fields that were added to choices later have their default, and are measured if
+        there are others.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(
-                f"tuner state has version {state.get('version')}, this one reads {STATE_VERSION}; "
-                "start without it"
+                f"tuner state has version {state.get('version')}, but this version reads "
+                f"{STATE_VERSION}. Start without the tuner state"
             )
         self.entries, self.calls, self.explored = {}, int(state["calls"]), int(state["explored"])
         again = []
@@ -396,12 +392,12 @@ class Tuner(Generic[Bucket, Choice]):
             new = new_fields(saved["settled"], choices.values())
             settled = choices.get(text_of(filled(saved["settled"], new)))
             if settled is None:
-                again.append(f"{text_of(saved['settled'])} is not possible here any more")
+                again.append(f"{text_of(saved['settled'])} is not possible any more")
                 continue
             measured = [(choices.get(text_of(filled(c, new))), float(s))
                         for c, s in saved["measured"]]
             more = [name for name in new if len({getattr(c, name) for c in predicted}) > 1]
-            again += [f"{', '.join(more)} was not known when it was saved"] * bool(more)
+            again += [f"{', '.join(more)} was unknown when the state was saved"] * bool(more)
             self.entries[bucket] = entry = _Entry(
                 predicted, settled, known=bool(saved["known"]) and not more,
                 measured={c: s for c, s in measured if c is not None})

@@ -1,5 +1,7 @@
-"""`all_to_all: auto`: the fastest algorithm, by a calibrated model or measured, agreed by ranks;
-and one trial of a collective or an all-to-all, measured while its result is used.
+"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and trials of exchanges.
+
+The algorithm is predicted by a calibrated model or measured. All ranks agree on the algorithm. A
+trial of a collective or an all-to-all is measured while its result is used.
 """
 
 from __future__ import annotations
@@ -24,19 +26,20 @@ from moe_plugin.tuning.engine import Tuner
 from moe_plugin.utils.machine import capturing, wait_for_device
 
 log = logging.getLogger(__name__)
-# the smallest time would favour a candidate whose times scatter
+# comparing the smallest times would favour candidates with widely varying times
 RULES = TunerSettings(tries=None, watch=math.inf, each=True,
                       contest=ContestRules(warm_up=1, ordered=True, smallest=False))
 
 
 def bucket_of(size: float) -> int:
-    """The logarithm of a size in bytes, rounded up."""
+    """Return the base-2 logarithm of a size in bytes, rounded up."""
     return max(int(size) - 1, 0).bit_length()
 
 
 def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
-    """(candidate of this call, whether its time is wanted). Alike on all ranks; what goes to a CUDA
-    graph is never a trial.
+    """Return the candidate of this call, and whether its time is needed.
+
+    All ranks return the same values. A call that is captured into a CUDA graph is never a trial.
     """
     if capturing(x.device):
         return tuner.latest(bucket).choice, False
@@ -46,15 +49,19 @@ def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
 
 def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
           run: Callable[[str], Tensor], what: str) -> Tensor:
-    """The result of a candidate in its trial; its time is that of the slowest rank.
+    """Run a candidate as a trial, and return its result. The time of the slowest rank counts.
 
     Args:
-        tuner, bucket, name: of the candidate, see `turn`.
-        x: what it takes.
-        run: runs the candidate of this name.
-        what: for the log, which says what is settled.
+        tuner: tuner that records the time.
+        bucket: bucket of the load.
+        name: name of the candidate, see `turn`.
+        comm: the group.
+        x: input of the candidate.
+        run: function that runs the candidate with the given name.
+        what: description of the trial for the log line that reports a decision.
     """
-    comm.agree_max([0.0])  # all begin together: else the end of what was before is charged to this
+    # all ranks begin together, so that delays of earlier work are not part of the measured time
+    comm.agree_max([0.0])
     wait_for_device(x.device)
     begun = time.perf_counter()
     out = run(name)
@@ -70,45 +77,49 @@ AGREE_EVERY = 64
 
 
 class ExchangeTuner:
-    """Chooses the algorithm for the exchanges of one group. Lives with the group.
+    """Selects the algorithm for the exchanges of one group. The tuner is stored with the group.
 
-    Buckets are powers of two of bytes per rank.
+    Buckets are powers of two of the bytes per rank.
     """
 
     def __init__(self, comm: Comm) -> None:
         for reason, names in algorithms.left_out(comm).items() if comm.rank == 0 else ():
-            log.info("all-to-all auto does not try %s: %s", ", ".join(names), reason)
+            log.info("all-to-all auto excludes %s: %s", ", ".join(names), reason)
         self.names = algorithms.candidates(comm)
         self.cluster = comm.state.get(Calibration).cluster
         self.tuner: Tuner[int, str] = Tuner(lambda bucket: dict.fromkeys(self.names), RULES)
         self.uneven_calls, self.uneven_bytes = 0, 0.0
-        self.trials = 0  # made so far, equal on all ranks
+        self.trials = 0  # number of trials so far, equal on all ranks
 
     @classmethod
     def of(cls, comm: Comm) -> ExchangeTuner:
-        """The group's tuner, made at the first use."""
+        """Return the group's tuner, which is created on first use."""
         return comm.state.get(cls, lambda: cls(comm))
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
-        """Bytes per rank, equal on all ranks. Uneven exchanges agree at the first call and then
-        now and again: the choice needs no exact size.
+        """Return the bytes per rank, equal on all ranks.
+
+        For uneven exchanges, ranks agree at the first call and then only occasionally, because the
+        choice needs no exact size.
         """
-        mine = float(x.numel() * x.element_size())
+        own_bytes = float(x.numel() * x.element_size())
         if even:
-            return mine
+            return own_bytes
         if self.uneven_calls % AGREE_EVERY == 0:
-            self.uneven_bytes = comm.agree_max([mine])[0]
+            self.uneven_bytes = comm.agree_max([own_bytes])[0]
         self.uneven_calls += 1
         return self.uneven_bytes
 
     @property
     def exploring(self) -> bool:
-        """Whether trials of any size are still to come."""
+        """Whether trials of any size are pending."""
         return any(self.tuner.exploring(bucket) for bucket in self.tuner.entries)
 
     def chosen(self, comm: Comm, size: float) -> str | None:
-        """The algorithm for exchanges of `size` bytes per rank: by the model where there is a
-        cluster file, else by trials; None: there were too few.
+        """Return the algorithm for exchanges of `size` bytes per rank.
+
+        The algorithm is predicted if there is a cluster file, and otherwise measured. The result is
+        None if too few trials were made.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -120,11 +131,11 @@ class ExchangeTuner:
 
 
 class AutoAllToAll(Exchange):
-    """The fastest registered algorithm for each size: by the cluster file where one is set, else
-    measured in the first calls and checked now and then.
+    """The fastest registered algorithm for each size.
 
-    Those that need what the group lacks are not candidates, and the log says why. Ranks always
-    agree.
+    With a cluster file the algorithm is predicted. Otherwise the algorithm is measured in the first
+    calls and checked occasionally. Algorithms whose requirements the group does not meet are
+    excluded, and the log states the reason. All ranks always agree.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
@@ -133,8 +144,10 @@ class AutoAllToAll(Exchange):
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """What to run for this call. Collective, in program order; a measured trial must not run in
-        the background.
+        """Return the exchange to run for this call.
+
+        The method is collective and must be called in program order. A measured trial must not run
+        in the background.
         """
         tuner = ExchangeTuner.of(comm)
         if tuner.cluster is None and len(tuner.names) == 1:
@@ -152,7 +165,7 @@ class _Trial(Exchange):
     tuner: Tuner[int, str]
     bucket: int
     name: str
-    in_background = False  # it is measured, and ranks agree in it
+    in_background = False  # the trial is measured, and ranks agree inside of it
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:

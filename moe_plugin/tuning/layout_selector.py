@@ -1,4 +1,4 @@
-"""Which layout a call of a layer runs in: as given, as configured or as tuned."""
+"""Selects the layout in which a call of a layer runs: as requested, as configured or as tuned."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ STATE_VERSION = 1
 
 
 class LayoutSelector:
-    """One interface for layouts that are fixed or tuned.
+    """Common interface for fixed and tuned layouts.
 
     Args:
-        config: the layer's.
-        place: where its parameters are stored.
-        experts: of the layer.
-        host: what the host knows of the layer.
+        config: settings of the layer.
+        place: where the parameters of the layer are stored.
+        experts: experts of the layer.
+        host: information about the host framework.
 
     Attributes:
-        prefill: cuts the calls of evaluation by their load; None: nothing does.
-        available: what may be selected.
+        prefill: divides evaluation calls according to their load. None if disabled.
+        available: layouts that can be selected.
         fixed: the configured layout.
-        fixed_slots: whether slots are made, empty ones too, which need a capacity.
-        load_comm: the ranks whose loads differ: those that must agree on a capacity.
-        tuner: of `parallel: auto` or `predicted`; None: the layout is fixed.
-        self_balanced: see `LayerStats`; the layer says so.
+        fixed_slots: whether rows are placed in slots, including empty slots, which need a capacity.
+        load_comm: ranks whose loads differ, and which must therefore agree on a capacity.
+        tuner: tuner of `parallel: auto` or `predicted`. None if the layout is fixed.
+        self_balanced: see `LayerStats`. The layer sets this attribute.
     """
 
     self_balanced = False
@@ -66,10 +66,14 @@ class LayoutSelector:
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None,
                training: bool) -> tuple[LayerLayout, KeptRouting]:
-        """The layout of this call, the same on all ranks; the routing, with what ranks agreed on.
+        """Return the layout of this call, the same on all ranks, and the agreed routing.
 
-        choice: asked for by the caller; None: as tuned or configured; under `torch.compile` as
-        configured, because a choice reads loads and times on the host.
+        Args:
+            kept: routing of the call.
+            choice: layout requested by the caller. Defaults to the tuned or configured layout.
+                Under `torch.compile` the default is the configured layout, because tuning reads
+                loads and times on the host.
+            training: whether the layer is in training mode.
         """
         if transformed():
             self._check_transform()
@@ -92,39 +96,41 @@ class LayoutSelector:
                 f"{type(self.experts).__name__} of {self.place.comm.size} ranks")
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
-        """See `Dispatcher.start_sizes`; of the layout that the next call probably has. One that
-        then runs in another layout agrees again. None: nothing was begun.
+        """Start exchanging row counts with the layout that the next call is likely to use.
+
+        See `Dispatcher.start_sizes`. A call that uses another layout exchanges the counts again.
+        The result is None if nothing was started.
         """
         if self.prefill is not None and not training:
             return None
         return self.available.at(self.current).dispatcher.start_sizes(routing)
 
     def move_row_limit(self) -> None:
-        """After they moved to another device: what is none of them, but lies where they do."""
+        """Move the row limit to the experts' device, after the experts were moved."""
         limit, anchor = self.available.limit, self.experts.anchor
         if limit is not None and anchor is not None:
             limit.to(anchor.device)
 
     @property
     def current(self) -> LayoutChoice:
-        """The layout of the latest call that was not given one, or of the next if there is none."""
+        """Layout of the latest call without a requested layout, or else of the next call."""
         return self.available.fixed if self.tuner is None else self.tuner.current
 
     def stats(self, layout: LayerLayout, kept: KeptRouting, rows: int | Tensor,
               traffic: TrafficMeter | None) -> LayerStats:
-        """What happened in a call.
+        """Return the statistics of a call.
 
         Args:
-            layout, kept: of the call.
-            rows: see `DispatchPlan`.
-            traffic: what this rank sent; None: it is alone.
+            layout, kept: layout and routing of the call.
+            rows: rows computed by this rank's experts, see `DispatchPlan`.
+            traffic: counters of the data that this rank sent. None if there is only one rank.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         load_KE = known_load(routing)[0]
         if load_KE is None:
             load_KE = expert_load(routing.ids_TK, experts, per_choice=True)
         kept_KE, chosen_KE = load_KE, None
-        if routing.undropped_TK is not None:  # the router dropped some of them itself
+        if routing.undropped_TK is not None:  # the router itself dropped some choices
             load_KE = expert_load(routing.undropped_TK, experts, per_choice=True)
         if after is not routing:
             kept_KE = expert_load(after.ids_TK, experts, per_choice=True)
@@ -147,14 +153,15 @@ class LayoutSelector:
             self_balanced=self.self_balanced)
 
     def finish_step(self) -> None:
-        """After an optimizer step, on all ranks."""
+        """Finish an optimizer step. All ranks must call this."""
         if self.available.replicas is not None:
             self.available.replicas.finish_step()
 
     @contextmanager
     def with_fixed_layout(self) -> Iterator[None]:
-        """The fixed layout inside, and no replicas that earlier steps placed: whatever ranks have
-        seen and measured, the same bits.
+        """Use the fixed layout inside the block, and no replicas placed by earlier steps.
+
+        Results inside the block do not depend on earlier loads or measurements.
         """
         tuner, replicas = self.tuner, self.available.replicas
         self.tuner = None
@@ -165,7 +172,7 @@ class LayoutSelector:
             self.tuner = tuner
 
     def state(self) -> dict[str, Any]:
-        """Where the local experts come from; also what a tuner learned, and who has replicas."""
+        """Return the position of the local experts, the state of a tuner, and replicas."""
         place, more = self.place, {}
         if self.available.replicas is not None:
             more["replicas"] = self.available.replicas.standing.state()
@@ -177,13 +184,17 @@ class LayoutSelector:
                 "ep_rank": place.comm.rank, **more}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
+        """Load a state. The state of the tuner is optional.
+
+        Raises:
+            ValueError: if the experts of the checkpoint are not the experts of this rank.
+        """
         for key, mine in {"shards": None, **self.state()}.items():
             if key not in ("tuner", "replicas") and state.get(key) != mine:
                 raise ValueError(
-                    f"checkpoint has {key}={state.get(key)}, this layer has {key}={mine}; load it "
-                    "with the same number of experts, expert-parallel ranks and shards, or reshard "
-                    "it with moe_plugin.checkpoint.reshard")
+                    f"the checkpoint has {key}={state.get(key)}, but this layer has {key}={mine}. "
+                    "Load it with the same number of experts, expert-parallel ranks and shards, or "
+                    "reshard it with moe_plugin.checkpoint.reshard")
         if self.tuner is not None and state.get("tuner") is not None:
             self.tuner.load_state(state["tuner"])
         if self.available.replicas is not None and state.get("replicas") is not None:

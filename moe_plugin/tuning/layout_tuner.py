@@ -1,9 +1,9 @@
-"""`parallel: auto`: the tuner of one layer's layout, by the current load that all ranks agree on.
+"""Tuner of one layer's layout (`parallel: auto`), for the current load on which all ranks agree.
 
-Ranks agree by one small all-reduce (maximum) of load, imbalance and the latest measured time: at
-every call while there are trials; then as often as it costs no more than `SHARE` of the layer's
-time, and at least at every `EVERY`-th call. In between the last choice stays; nothing is sent and
-nothing is measured.
+Ranks agree by one small all-reduce (maximum) of load, imbalance and the latest measured time. While
+there are trials, they agree at every call. Afterwards they agree at least at every `EVERY`-th call,
+and more often if that costs at most `SHARE` of the layer's time. In between, the last choice
+remains in use, and nothing is sent or measured.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ from moe_plugin.tuning.timer import CallTimer
 log = logging.getLogger(__name__)
 EVERY = 8
 LOOKS = 16
-WITHIN = 2.0  # times the best prediction: what the model of a cluster file says is not tried
-FEW_RANKS = 4  # for each expert of a token: so many ranks at most are few
-SHARE = 0.01  # of the layer's time that may go into agreeing on its load
-IN_FLIGHT = 64  # timed calls whose backward pass may be outstanding (micro-batches of a pipeline)
-MEMORY_SHARE = 0.25  # of a device's memory that a layout may take beyond the stored parameters
-STICKY = 0.75  # of a bucket's width; 0.5 is its border
+WITHIN = 2.0  # layouts slower than this factor times the best prediction are not tried
+FEW_RANKS = 4  # gathering tokens is considered up to this number of ranks per choice of a token
+SHARE = 0.01  # share of the layer's time that agreeing on its load may take
+IN_FLIGHT = 64  # timed calls whose backward pass may be pending (micro-batches of a pipeline)
+MEMORY_SHARE = 0.25  # share of a device's memory that layouts may use beyond stored parameters
+STICKY = 0.75  # distance, in bucket widths, up to which a bucket is kept; borders are at 0.5
 Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A field of `LayoutChoice` that is tuned. values: what it may be in a layer."""
+    """A field of `LayoutChoice` that is tuned. values: function that returns its possible values.
+    """
 
     name: str
     values: Callable[[LayoutTuner], Sequence[Any]]
@@ -67,7 +68,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class _Run:
-    """A timed call. disturbances: trials of all-to-all algorithms before it."""
+    """A timed call. disturbances: number of trials of all-to-all algorithms before the call."""
 
     bucket: Bucket
     choice: LayoutChoice
@@ -76,15 +77,16 @@ class _Run:
 
 
 class LayoutTuner:
-    """Chooses the layout of one layer's calls. Make one per layer; all ranks alike.
+    """Selects the layout of one layer's calls. All ranks must create one tuner per layer.
 
     Args:
-        config: the layer's. layouts: what may be chosen. probe: one of its parameters, which gives
-            device and dtype.
-        measure: what times a call (for tests).
+        config: settings of the layer.
+        layouts: layouts that may be chosen.
+        probe: a parameter of the layer, which determines device and dtype.
+        measure: creates the timer of a call. Tests replace it.
 
     Attributes:
-        settled: whether no call is to be asked any more: never.
+        settled: always False, because every call may need a decision.
     """
 
     settled = False
@@ -93,12 +95,13 @@ class LayoutTuner:
                  measure: Callable[[torch.device], CallTimer] = CallTimer) -> None:
         if layouts.traits.single_layout:
             raise ValueError(
-                f"parallel.mode='auto' does not fit dispatch.name={config.dispatch.name!r}, which "
-                "has one layout; use 'fixed', or dispatch.name='ragged'"
+                f"parallel.mode='auto' cannot be combined with dispatch.name="
+                f"{config.dispatch.name!r}, which has only one layout. Use parallel.mode='fixed', "
+                "or dispatch.name='ragged'"
             )
         self.config, self.layouts, self.probe, self.measure = config, layouts, probe, measure
         self.comm, rules = layouts.place.comm, config.tuner
-        # typical links may be far from these: then no prediction excludes a layout
+        # without a cluster file the links are assumed, so predictions must not exclude layouts
         within = WITHIN if self.comm.state.get(Calibration).cluster else math.inf
         self.tuner: Tuner[Bucket, LayoutChoice] = Tuner(
             self.candidates,
@@ -108,18 +111,20 @@ class LayoutTuner:
                                         rules.tries * (rules.samples + 1))),
             always=self.always_timed)
         self.current, self.bucket = layouts.fixed, (0, 0)
-        self.visits: Visits | None = None  # as agreed last, where rows may be sent once
+        self.visits: Visits | None = None  # latest agreed visits, if rows may be sent once
         self.runs: deque[_Run] = deque()
-        self.since = 0  # calls since ranks agreed on the load
-        self.every = EVERY  # calls from one agreement to the next
-        # seconds of this rank's latest agreements; the minimum excludes waiting time
+        self.since = 0  # number of calls since ranks agreed on the load
+        self.every = EVERY  # number of calls from one agreement to the next
+        # seconds of this rank's latest agreements; their minimum excludes waiting time
         self.costs: deque[float] = deque(maxlen=LOOKS)
-        self.due = True  # whether the next call agrees on its load in any case
+        self.due = True  # whether the next call must agree on its load
         self.timer: CallTimer | None = None
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, CallTimer | None]:
-        """(layout of this call, timer where its time is wanted). In training a collective call now
-        and then; otherwise the latest choice. A recomputation repeats the choice of its first pass.
+        """Return the layout of this call, and a timer if its time is needed.
+
+        In training, some calls are collective. All other calls return the latest choice. A
+        recomputation repeats the choice of its first pass.
         """
         self.timer, choice = None, self.current
         if training:
@@ -128,7 +133,7 @@ class LayoutTuner:
 
     @property
     def exploring(self) -> bool:
-        """Whether trials of the current load are still to come."""
+        """Whether trials of the current load are pending."""
         return self.tuner.exploring(self.bucket)
 
     def _choose(self, routing: Routing) -> LayoutChoice:
@@ -142,19 +147,20 @@ class LayoutTuner:
         return self.current
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint: the tuner's state and its number of ranks."""
+        """Return plain values for a checkpoint: the tuner's state and its number of ranks."""
         return {"ranks": self.comm.size, **self.tuner.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what the tuner of an earlier run has learned, unless on another number of
-        ranks; the next call agrees on its load. All ranks alike.
+        """Load what the tuner of an earlier run has learned, identically on all ranks.
+
+        A state from another number of ranks is ignored. The next call agrees on its load.
         """
-        if "predicted" in state:  # of `parallel: predicted`, which measures nothing
+        if "predicted" in state:  # a state of `parallel: predicted`, which contains no measurement
             return
         if state.get("ranks", self.comm.size) != self.comm.size:
             log.info(
-                "layouts learned on %s expert-parallel ranks are not used on %s: they are measured "
-                "again",
+                "layouts learned on %s expert-parallel ranks are not used on %s ranks; they are "
+                "measured again",
                 state["ranks"], self.comm.size)
             return
         again = self.tuner.load_state(state)
@@ -164,7 +170,7 @@ class LayoutTuner:
         self.due = True
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Decisions since the last time this was called; rank 0 logs them."""
+        """Return the decisions since the last call of this method. Rank 0 also logs them."""
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
             log.info("layout at call %d, load %s: %s %s (%s)", d.call, d.bucket, d.event,
@@ -172,13 +178,14 @@ class LayoutTuner:
         return fresh
 
     def agree(self, routing: Routing) -> Bucket:
-        """The bucket of the largest load of any rank; the latest time goes to the tuner."""
+        """Return the bucket of the largest load of any rank, and pass the latest time to the tuner.
+        """
         begun = time.perf_counter()
         load_E = expert_load(routing.ids_TK, self.config.num_experts)
         rows, hottest = (int(n) for n in torch.stack([load_E.sum(), load_E.max()]).tolist())
         skew = hottest * self.config.num_experts / rows if rows else 1.0
         while len(self.runs) > IN_FLIGHT:
-            self.runs.popleft()  # its backward pass never came
+            self.runs.popleft()  # the backward pass of this call never ran
         over = bool(self.runs) and self.runs[0].timer.over
         seconds = self.runs[0].timer.seconds() if over else 0.0
         copies = self.layouts.visited_copies()
@@ -188,7 +195,7 @@ class LayoutTuner:
         rows, skew, seconds, missing, cost, *visited = self.comm.all_reduce(values, "max").tolist()
         self.visits = as_visits(visited, copies, self.config.router.experts_per_token)
         self.costs.append(time.perf_counter() - begun)
-        if not missing:  # over on every rank: all of them record it, or none does
+        if not missing:  # the call has ended on every rank, so all ranks record its time
             run = self.runs.popleft()
             if run.choice.exchanges and run.disturbances != self._disturbances():
                 self.tuner.repeat(run.bucket, run.choice)
@@ -200,15 +207,14 @@ class LayoutTuner:
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
 
     def _disturbances(self) -> int:
-        """Trials of all-to-all algorithms so far: the time of a layout in them says nothing of it.
-        """
+        """Return the number of trials of all-to-all algorithms, which disturb layout times."""
         tuned = self.comm.size > 1 and self.config.comm.all_to_all == "auto"
         return ExchangeTuner.of(self.comm).trials if tuned else 0
 
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
-        """Choices that fit the memory, with predicted seconds, the fastest first."""
+        """Return choices that fit the memory, with predicted seconds, fastest first."""
         values = {d.name: d.values(self) for d in DIMENSIONS}
-        if not bucket[1]:  # nothing would spill: two names of one layout
+        if not bucket[1]:  # nothing spills, so the spill policies are the same layout
             values["spill"] = values["spill"][:1]
         device = default_device(self.config, self.probe.device)
         costs = rank_choices(self.shape(bucket), default_cluster(self.comm, self.probe.device),
@@ -218,29 +224,33 @@ class LayoutTuner:
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 
     def always_timed(self) -> list[LayoutChoice]:
-        """Layouts that no prediction excludes."""
+        """Return the layouts that predictions never exclude."""
         return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
-        """The configured layout in each way to send: what predictions pass over wrongly where the
-        processors are what waits, so that no choice is slower than the layout that was there.
+        """Return the configured layout with each way of sending.
+
+        Predictions may wrongly exclude these layouts if processors are the bottleneck. Timing these
+        layouts ensures that the choice is never slower than the configured layout.
         """
         return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
 
     def gathered(self) -> list[LayoutChoice]:
-        """The layout that gathers tokens, where ranks are so few that it moves little more than an
-        all-to-all: it is one collective each way, of which predictions know least.
+        """Return the layout that gathers tokens, if there are few ranks.
+
+        With few ranks, gathering sends little more data than an all-to-all. Gathering uses a single
+        collective in each direction, and predictions of this collective are the least reliable.
         """
         few = self.comm.size <= FEW_RANKS * self.config.router.experts_per_token
         if not few or not self.layouts.gathers_tokens:
             return []
         values = {d.name: d.values(self) for d in DIMENSIONS}
-        first = {name: list(found)[:1] for name, found in values.items()}
+        first = {name: list(options)[:1] for name, options in values.items()}
         return list(combinations({**first, "r": values["r"], "gather_tokens": [True]},
                                  self.comm.size))
 
     def shape(self, bucket: Bucket) -> LayerShape:
-        """The layer under the load of a bucket."""
+        """Return the layer under the load of a bucket."""
         c, place = self.config, self.layouts.place
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         tokens = round(c.tuner.bucket ** bucket[0] / c.router.experts_per_token)
@@ -248,7 +258,7 @@ class LayoutTuner:
         return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
-        """All-to-all algorithms to choose from, the configured one first."""
+        """Return the all-to-all algorithms to choose from, the configured algorithm first."""
         name = self.config.comm.all_to_all
         if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):
             return [name]
@@ -256,22 +266,22 @@ class LayoutTuner:
         return list(dict.fromkeys([name, *predicted]))
 
     def token_gathering(self) -> list[bool]:
-        """Whether tokens may be gathered instead of sent."""
+        """Return whether tokens may be gathered instead of sent."""
         return [False, True] if self.layouts.gathers_tokens else [False]
 
     def spills(self) -> list[str]:
-        """Which ranks may compute rows of overloaded experts."""
+        """Return the policies for rows of overloaded experts."""
         named = self.config.parallel.spill
         open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
         return open_ if named is None else [named]
 
     def degrees(self) -> list[int]:
-        """Overlap degrees to choose from: powers of two."""
+        """Return the overlap degrees to choose from, which are powers of two."""
         most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
         return [2**i for i in range(most.bit_length())]
 
     def piece_axes(self) -> list[str]:
-        """Axes of pieces. With one expert a rank, cutting by experts is cutting by rows."""
+        """Return the axes of pieces. With one expert per rank, `experts` is the same as `rows`."""
         names = self.layouts.traits.piece_axes
         return [name for name in names if name != "experts" or self.layouts.place.local > 1]
 
@@ -290,14 +300,20 @@ DIMENSIONS = [
 
 
 def calls_between(cost: float, seconds: float) -> int:
-    """Calls from one agreement to the next, which takes `cost`, where a call takes `seconds`."""
+    """Return the number of calls from one agreement to the next.
+
+    Args:
+        cost: seconds of an agreement.
+        seconds: seconds of a call.
+    """
     if seconds <= 0 or cost > EVERY * SHARE * seconds:
         return EVERY
     return max(1, math.ceil(cost / (SHARE * seconds)))
 
 
 def _nearest(value: float, last: int) -> int:
-    """The nearest whole number, but the last one while that is not much farther: hysteresis
-    prevents oscillation between two buckets.
+    """Return the nearest integer, or the last one as long as the value is not much farther away.
+
+    The hysteresis prevents oscillation between two buckets.
     """
     return last if abs(value - last) < STICKY else round(value)

@@ -1,7 +1,7 @@
-"""Every layout of one layer over its one storage: switching moves no parameter and changes no
-number.
+"""All layouts of one layer over its storage.
 
-r = 0: all parameters are gathered, tokens stay. r >= 1: tokens go to r ranks each; see
+Changing the layout moves no parameters and changes no results. With r = 0 all parameters are
+gathered and tokens stay on their rank. With r >= 1 each token is sent to r ranks. See
 `records.Placement` and docs/adaptive.md.
 """
 
@@ -49,21 +49,20 @@ from moe_plugin.utils.machine import exporting
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One choice, made ready for calls of a layer.
+    """A layout that is ready for calls of a layer.
 
     Attributes:
-        choice: what it was made from.
-        dispatcher: moves rows.
-        experts: of the layer.
-        strategy: computes rows; None: as the experts are configured.
-        gather: ranks whose parameters this one gathers before it computes; None: it has what it
-            needs.
-        gathered_shards: consecutive ranks of `gather` that hold shards of one expert.
-        first_shard: the first shard that this rank has after gathering.
-        stash: pages for what backward needs; None: autograd keeps it.
-        label: see `LayoutChoice`.
-        pieces: in which rows travel and are computed.
-        plain: experts compute what arrives as they are configured, with what they store.
+        choice: choice that defines the layout.
+        dispatcher: dispatcher that moves rows.
+        experts: experts of the layer.
+        strategy: strategy that computes rows. None means as the experts are configured.
+        gather: ranks whose parameters this rank gathers before computing. None if not needed.
+        gathered_shards: number of consecutive ranks of `gather` that store shards of one expert.
+        first_shard: first shard that this rank has after gathering.
+        stash: pages for tensors that backward needs. None means that autograd stores them.
+        label: label of the choice, see `LayoutChoice`.
+        pieces: number of pieces in which rows are sent and computed.
+        plain: whether the configured experts compute all arriving rows with stored parameters.
     """
 
     choice: LayoutChoice
@@ -79,7 +78,7 @@ class LayerLayout:
     plain: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.choice.label)  # of every call's statistics
+        object.__setattr__(self, "label", self.choice.label)  # part of every call's statistics
         object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
         object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
                            and self.pieces == 1)
@@ -88,40 +87,41 @@ class LayerLayout:
     def compiles(self) -> bool:
         """Whether `torch.compile` may trace plan, dispatch, experts and combine.
 
-        Where `plan` reads rows by expert on the host, or experts are fetched, every new load would
-        be compiled again. `torch.export` makes one program for any load.
+        If `plan` reads row counts on the host, or experts are fetched, every new load would be
+        compiled again. `torch.export` produces one program for any load.
 
         Raises:
-            ValueError: `torch.export` of experts that are fetched.
+            ValueError: if experts that are fetched are exported with `torch.export`.
         """
         if exporting():
             self._check_export()
             return True
         traits = self.dispatcher.traits
-        # pairs travel by exchanges that no graph holds
+        # (expert, weight) pairs are sent by exchanges that a graph cannot contain
         return (self.experts.traceable and self.choice.send == "rows"
                 and (traits.fixed_slots or traits.bounded))
 
     def _check_export(self) -> None:
         if not self.experts.traceable:
             raise ValueError(
-                f"{type(self.experts).__name__} are fetched by the host, which an exported program "
-                "has none of: must be on the device; export with experts.store=device")
+                f"{type(self.experts).__name__} are fetched by the host, but an exported program "
+                "has no host. Store them on the device: export with experts.store=device")
         if self.choice.send != "rows":
-            raise ValueError(f"dispatch.send={self.choice.send!r} does not fit torch.export, which "
-                             "traces no exchange of pairs: export with dispatch.send='rows'")
+            raise ValueError(f"dispatch.send={self.choice.send!r} cannot be exported: torch.export "
+                             "traces no exchange of pairs. Export with dispatch.send='rows'")
 
     def timed(self, timer: CallTimer) -> LayerLayout:
-        """The layout for a call that `timer` times."""
+        """Return this layout for a call that `timer` measures."""
         return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
                  anchored: bool = True) -> Sent:
-        """Rows of tokens [T, D] on their way to their experts; see `Dispatcher.dispatch`.
+        """Send the rows of tokens [T, D] to their experts. See `Dispatcher.dispatch`.
 
         Args:
-            experts: of the layer, or what stands in their place.
-            anchored: False where all ranks' tokens have gradients, or none's.
+            experts: experts of the layer, or a module that replaces them.
+            anchored: whether gradients need an anchor. No anchor is needed if the tokens of all
+                ranks, or of no rank, have gradients.
         """
         anchor = None
         if experts is not self.experts:
@@ -130,35 +130,36 @@ class LayerLayout:
             anchor = self.experts.anchor
         if self.plain and self.experts.later is None:
             return self.dispatcher.dispatch(x_TD, plan, anchor)
-        parameters, strategy = self._parameters(experts), self.strategy  # before rows travel
+        # parameters must be gathered before rows are sent
+        parameters, strategy = self._parameters(experts), self.strategy
         sent = self.dispatcher.dispatch(x_TD, plan, anchor)
         arriving = sent.arriving
         sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """A parameter that is trained where one of an adapter's is.
+        """Return a trained parameter, preferably one of the adapter in the experts' place.
 
         Raises:
-            ValueError: what stands in the experts' place does not reach all that compute them.
+            ValueError: if the adapter does not reach all ranks that compute the experts.
         """
         if self.experts.stored or self.choice.spill != "never":
-            what = ("experts outside the device" if self.experts.stored else
-                    f"parallel.spill={self.choice.spill!r}")
+            obstacle = ("experts outside the device" if self.experts.stored else
+                        f"parallel.spill={self.choice.spill!r}")
             raise ValueError(
-                f"{type(experts).__name__} in the place of a layer's experts does not fit {what}, "
-                "where others compute with their parameters: must be experts on the device and "
-                "parallel.spill='never'; merge the adapter first, or set them so")
+                f"{type(experts).__name__} cannot stand in for the experts of a layer together "
+                f"with {obstacle}, because others compute with the stored parameters. Merge the "
+                "adapter first, or use experts on the device and parallel.spill='never'")
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """What all pieces compute with, and share their gradients; None: what is stored."""
+        """Return the parameters shared by all pieces, or None to use the stored parameters."""
         parameters, more = None, {}
         if self.gather is not None:
             whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
             parameters = self.experts.compute_parameters(whole, self.first_shard)
-        # exchanges of the other pieces run next to their matmuls, or those of another micro-batch,
-        # which weight gradients that are left for later wait for: kernels leave them processors
+        # Exchanges of other pieces, or of another micro-batch for which delayed weight gradients
+        # wait, run next to these matmuls. Kernels must leave processors for the exchanges.
         if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
             more["sums"] = GradSums()
         if self.stash is not None and may_keep():
@@ -166,33 +167,33 @@ class LayerLayout:
         if not more or not self.experts.supports_gather:
             return parameters
         if parameters is None:
-            own = None if experts is self.experts else self._local(experts)
-            parameters = self.experts.compute_parameters(own)
+            local = None if experts is self.experts else self._local(experts)
+            parameters = self.experts.compute_parameters(local)
         return dataclasses.replace(parameters, **more)
 
     def _local(self, experts: nn.Module) -> dict[str, Tensor]:
-        """The experts' parameters; an adapter in their place changes them inside of its call."""
+        """Return the experts' parameters. An adapter modifies the parameters in its call."""
         return self.experts.local_parameters() if experts is self.experts else experts(None)
 
 
 def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
                    work: ExpertRows) -> ExpertRows:
-    """The same rows; borrowed experts come with parameters of their own."""
-    own = parameters if work.parameters is None else work.parameters
-    return ExpertRows(work.x, work.rows, own, strategy, work.started)
+    """Return the same rows with parameters. Borrowed experts already have parameters."""
+    weights = parameters if work.parameters is None else work.parameters
+    return ExpertRows(work.x, work.rows, weights, strategy, work.started)
 
 
 def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
                     alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-    """Plan, dispatch, experts, combine; outside of a graph of `torch.compile` that cannot hold it.
+    """Run plan, dispatch, experts and combine, outside of compiled graphs if the layout needs it.
 
     Args:
-        experts: of the layer, or what stands in their place.
-        alongside: done while rows are on their way.
-    Returns: (tokens' results [T, D], rows that this rank's experts computed).
+        experts: experts of the layer, or a module that replaces them.
+        alongside: work to do while rows are being sent.
+    Returns: results of the tokens [T, D], and the number of rows that this rank computed.
     """
     if torch.compiler.is_compiling() and not layout.compiles:
-        from moe_plugin.tuning.uncompiled import uncompiled  # it loads the compiler
+        from moe_plugin.tuning.uncompiled import uncompiled  # this import loads the compiler
 
         y_TD, computed = uncompiled(through_experts, experts, layout, x_TD, kept, alongside)
         return y_TD, computed
@@ -207,20 +208,20 @@ def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept:
 
 
 class Layouts:
-    """The layouts of one layer, each made when it is first asked for.
+    """The layouts of one layer. Each layout is created when it is first requested.
 
-    All ranks must ask for the same: making one may be collective.
+    All ranks must request the same layouts, because creating a layout may be collective.
 
     Args:
-        config: the layer's.
-        place: where its parameters are stored.
-        experts: of the layer.
+        config: settings of the layer.
+        place: where the parameters of the layer are stored.
+        experts: experts of the layer.
 
     Attributes:
-        limit: of a dispatcher that bounds rows; None: of another.
-        stash: see `LayerLayout`.
-        spills: whether other ranks than its owner may compute rows of an expert.
-        replicas: of `parallel.spill: standing`; None: of another.
+        limit: row limit of a dispatcher that bounds rows, otherwise None.
+        stash: pages for tensors that backward needs, see `LayerLayout`.
+        spills: whether ranks other than the owner may compute rows of an expert.
+        replicas: replicas of `parallel.spill: standing`, otherwise None.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
@@ -229,7 +230,7 @@ class Layouts:
         self.traits = self.dispatcher.traits
         self.supports_gather = (experts.supports_gather and not self.traits.single_layout
                                 and not self.traits.splits_slots)
-        # every rank must have tokens of its own, and the rows that a rank computes must be whole
+        # gathering needs different tokens on all ranks, and a dispatcher without a bound on rows
         self.gathers_tokens = (place.comm.size > 1 and place.replicas is None
                                and not self.traits.single_layout and not self.traits.bounded)
         device = None if experts.anchor is None else experts.anchor.device
@@ -245,13 +246,13 @@ class Layouts:
         self.at(self.fixed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy asks for pages, too."""
+        """Restore a copy, which must request pages as well."""
         vars(self).update(state)
         if self.stash is not None:
             self.stash.ask(self, self.config.dispatch)
 
     def from_config(self) -> LayoutChoice:
-        """The choice that the settings name."""
+        """Return the choice that the settings define."""
         parallel, place = self.config.parallel, self.place
         r = parallel.r
         if r is None:
@@ -263,18 +264,18 @@ class Layouts:
                             send=self.sends()[0])
 
     def legal(self) -> list[int]:
-        """Values of r that this layer can run in."""
+        """Return the values of r that this layer supports."""
         place = self.place
         if not self.supports_gather:
             return [place.shards]
         legal = legal_r(place.experts, place.comm.size, place.shards)
-        # gathered parameters compute this rank's own rows, of which none are bounded
+        # r = 0 is excluded with a stash, because a rank's own rows are not bounded
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """How often a token's row may travel, the first as configured. Settings may leave it open;
-        bounded rows, whose slots travel however many are filled, close it.
-        """
+        """Return how often a token's row may be sent. The configured value comes first.
+
+        With bounded rows there is a single value, since all slots are sent whether used or not."""
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
             return [named]
@@ -283,17 +284,17 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Values of r in which it counts how many ranks and nodes a token visits."""
+        """Return the values of r for which the visited ranks and nodes of tokens are counted."""
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
-        """Along what rows are cut that are sent so."""
+        """Return the axes along which rows that are sent in this way can be divided."""
         axes = self.traits.piece_axes
         return axes if send == "rows" else tuple(
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
 
     def at(self, choice: LayoutChoice) -> LayerLayout:
-        """The layout of a choice. `ValueError`: it does not fit this layer; it names what does."""
+        """Return the layout of a choice. Raises `ValueError` if the layer does not support it."""
         if choice not in self._made:
             self._made[choice] = self._make(choice)
         return self._made[choice]
@@ -312,12 +313,12 @@ class Layouts:
         return dataclasses.replace(layout, dispatcher=WeightsFirst(layout.dispatcher))
 
     def _layout(self, choice: LayoutChoice, dispatcher: Dispatcher, **more: Any) -> LayerLayout:
-        own = choice.kernel == self.config.experts.compute or self.config.batch_invariant
+        configured = choice.kernel == self.config.experts.compute or self.config.batch_invariant
         return LayerLayout(choice, dispatcher, self.experts,
-                           None if own else strategies.get(choice.kernel), **more)
+                           None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Tokens stay where they are; where experts are elsewhere, all are gathered."""
+        """Return a layout without an all-to-all, which gathers experts from other ranks if any."""
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -325,7 +326,7 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Rows travel; where they spill, experts are borrowed."""
+        """Return a layout that exchanges rows, and that borrows experts if rows spill."""
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -341,7 +342,7 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Between nodes only where there are several of several ranks."""
+        """Return the dispatcher class. Sending per node needs several nodes with several ranks."""
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
@@ -359,8 +360,8 @@ class Layouts:
                 ("parallel.r=0", self.place.shards, choice.r != 0)):
             if not ok:
                 raise ValueError(
-                    f"dispatch.stash_mib={self.config.dispatch.stash_mib} does not fit {what}, "
-                    f"whose rows do not go to pages: use {instead}, or dispatch.stash_mib=0")
+                    f"dispatch.stash_mib={self.config.dispatch.stash_mib} cannot be combined with "
+                    f"{what}, whose rows do not use pages. Use {instead}, or dispatch.stash_mib=0")
 
     def _check(self, choice: LayoutChoice) -> None:
         place, size, legal = self.place, self.place.comm.size, self.legal()
@@ -369,23 +370,23 @@ class Layouts:
         if choice.r not in legal and not (size == 1 and choice.r == 0):
             raise ValueError(
                 f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "
-                f"expert-parallel ranks: must be one of {legal}; the nearest is "
+                f"expert-parallel ranks. Choose one of {legal}; the nearest is "
                 f"{min(legal, key=lambda r: abs(r - choice.r))}")
         if choice.gather_tokens and (not self.gathers_tokens or choice.r != place.shards):
             raise ValueError(
                 f"gather_tokens with r={choice.r} does not fit {size} expert-parallel ranks, "
                 f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
-                f"{self.config.parallel.replicas}: must be False, or r={place.shards} with 'ragged'"
-                " or 'padded' and one replica")
+                f"{self.config.parallel.replicas}. Set gather_tokens to False, or use r="
+                f"{place.shards} with 'ragged' or 'padded' and one replica")
         if not self.traits.supports_pieces and (choice.d > 1 or choice.backward_d > 1):
             raise ValueError(
-                f"parallel.d={choice.d}, d_backward={choice.d_backward} does not fit "
-                f"dispatch.name={self.config.dispatch.name!r}, which cannot split its rows into "
-                "pieces; use 1 and 0, or 'ragged' or 'padded'")
+                f"parallel.d={choice.d}, d_backward={choice.d_backward} cannot be combined with "
+                f"dispatch.name={self.config.dispatch.name!r}, which cannot divide its rows into "
+                "pieces. Use 1 and 0, or dispatch.name='ragged' or 'padded'")
         if choice.piece_axis not in self.traits.piece_axes:
             raise ValueError(
-                f"parallel.cut={choice.piece_axis!r} does not fit dispatch.name="
-                f"{self.config.dispatch.name!r}: must be one of {list(self.traits.piece_axes)}, or "
+                f"parallel.cut={choice.piece_axis!r} cannot be combined with dispatch.name="
+                f"{self.config.dispatch.name!r}. Choose one of {list(self.traits.piece_axes)}, or "
                 "use dispatch.name='ragged'")
         self._check_spill(choice)
         self._check_send(choice)
@@ -404,8 +405,8 @@ class Layouts:
                 (f"parallel.cut={choice.piece_axis!r}", f"one of {list(axes)}",
                  pieces == 1 or choice.piece_axis in axes)):
             if not ok:
-                raise ValueError(f"dispatch.send={choice.send!r} does not fit {what}: use "
-                                 f"{instead}, or dispatch.send='rows'")
+                raise ValueError(f"dispatch.send={choice.send!r} cannot be combined with {what}. "
+                                 f"Use {instead}, or dispatch.send='rows'")
 
     def _check_spill(self, choice: LayoutChoice) -> None:
         if choice.spill == "never":
@@ -417,14 +418,12 @@ class Layouts:
             ("parallel.r", choice.r, place.shards, choice.r == place.shards),
             ("gather_tokens", choice.gather_tokens, False, not choice.gather_tokens)) if not ok]
         if bad or not self.spills:
-            why = bad[0] if bad else f"{place.comm.size} expert-parallel rank: use more"
-            raise ValueError(
-                f"parallel.spill={choice.spill!r} does not fit {why}, or parallel.spill='never'")
+            why = bad[0] if bad else f"{place.comm.size} expert-parallel rank: use more ranks"
+            raise ValueError(f"parallel.spill={choice.spill!r} cannot be combined with {why}, or "
+                             "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Plans from the loads of a call, or of earlier steps; predicted times depend on nothing
-        else.
-        """
+        """Return a planner that uses the loads of a call, or of earlier steps (`standing`)."""
         comm, probe = self.place.comm, self.experts.anchor
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),

@@ -1,5 +1,6 @@
-"""Where a layer's experts and tokens are: the group made ready, the placement, and, if ranks hold
-the same tokens, which of Parm's schedules shares them out.
+"""Placement of a layer's experts and tokens on a prepared group of ranks.
+
+If several ranks have the same tokens, one of Parm's schedules divides the tokens among them.
 """
 
 from __future__ import annotations
@@ -36,23 +37,28 @@ from moe_plugin.tuning.prepare_group import (
 )
 
 log = logging.getLogger(__name__)
-# settings that each rank may have of its own: nothing that ranks exchange depends on them
+# settings that may differ between ranks, because nothing that ranks exchange depends on them
 OWN_SETTINGS = ("observe.", "comm.timeout_s", "comm.watchdog_s")
 # settings that may name a file
 FILES = ("comm.cluster", "comm.network", "comm.topology", "tuner.device")
-REFERENCE_TOKENS = 4096  # of a rank, for the choice of a schedule where a host knows no number
+REFERENCE_TOKENS = 4096  # tokens per rank for the choice of a schedule if the host states none
 
 
 def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
                       **more: Any) -> None:
-    """Check that all ranks make the same layer with the same versions. Collective, see `agree`.
+    """Check that all ranks create the same layer with the same versions.
 
-    Files that settings name count by their contents, too: each node may have its own.
+    The call is collective, see `agree`. For settings that name a file, the contents of the file are
+    compared as well, because each node may have a different file.
 
     Args:
-        agreed: see `HostContext`.
-        more: what else decides the shapes and dtypes that ranks exchange, by name.
-    Raises: ValueError: on every rank; names what differs.
+        config: settings of the layer.
+        comm: the group.
+        agreed: settings of the host framework, see `HostContext`.
+        more: other values that determine the shapes and dtypes that ranks exchange, by name.
+
+    Raises:
+        ValueError: on every rank, if anything differs. The message names the differences.
     """
     settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
@@ -62,7 +68,7 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
 
 
 def _digest(name: str | None) -> str | None:
-    """A hash of a file's contents; None: no file has this name."""
+    """Return a hash of a file's contents, or None if there is no file with this name."""
     if not name or not os.path.isfile(name):
         return None
     try:
@@ -76,15 +82,19 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
                   host: HostContext = HostContext()) -> tuple[MoEConfig, Placement, Comm | None]:
-    """(settings, placement, ranks that share tokens) of a layer. Collective.
+    """Return the settings, the placement, and the ranks that share tokens. The call is collective.
 
-    The third value is None where no tokens are shared before routing, see `with_schedule`. All
-    ranks' settings are compared first (`agree_on_settings`); last, that the weights fit the memory.
+    The third value is None if no tokens are shared before routing, see `with_schedule`. The
+    settings of all ranks are compared first (`agree_on_settings`). Finally, the weights are checked
+    to fit into the memory.
 
     Args:
-        router, experts, dtype, device, host: of the layer, see `MoELayer`.
+        config: settings of the layer.
+        comm: the group.
+        router, experts, dtype, device, host: arguments of the layer, see `MoELayer`.
+
     Raises:
-        ValueError: settings, ranks, group and memory do not fit together.
+        ValueError: if settings, ranks, group and memory do not fit together.
     """
     agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
@@ -100,19 +110,20 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
 
 
 def may_measure(config: MoEConfig) -> bool:
-    """Whether what settings leave open may be measured while training: not where rows are bounded,
-    so that the host need not wait for the device.
+    """Return whether settings that are left open may be measured while training.
+
+    The result is False for bounded rows, whose purpose is that the host never waits for the device.
     """
     return not dispatchers.get(config.dispatch.name).traits.bounded
 
 
 def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
-    """The same settings with a value for each that was left open, chosen for a prepared group.
+    """Return the settings with a value for each setting that was left open, for a prepared group.
 
-    Over several nodes ranks measure, and choose all-to-all and layout while they train: there these
-    differ most. On one node the layout is predicted once, so that runs repeat bit by bit. It stays
-    fixed where one is named, where results must not depend on times, and where the dispatcher has
-    but one. See also `may_measure`.
+    On several nodes, where choices differ most, all-to-all and layout are measured and chosen while
+    training. On one node the layout is predicted once, so that runs can be repeated bit by bit. The
+    layout is fixed if the settings name a layout, if results must not depend on measured times, or
+    if the dispatcher has only one layout. See also `may_measure`.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
@@ -131,16 +142,20 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
 
 def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None,
                   dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Settings and placement for `parallel.replicas`, and the ranks that share tokens under S1.
+    """Return settings and placement for `parallel.replicas`, and the ranks that share tokens in S1.
 
-    The third value is None where no tokens are shared before routing: one replica, S2 (its ranks
-    are `Placement.replicas`), or a dispatcher whose ranks all hold the same tokens.
+    The third value is None if no tokens are shared before routing. The value is None for one
+    replica, for S2 (its ranks are `Placement.replicas`), and for dispatchers whose ranks all have
+    the same tokens.
 
     Args:
-        tokens: of a call of a rank, the same on all ranks; None: not known.
-        dtype: of the rows; None: torch's default.
+        config: settings of the layer.
+        place: placement of the experts.
+        tokens: number of tokens per call and rank, the same on all ranks. Defaults to unknown.
+        dtype: dtype of the rows. Defaults to torch's default dtype.
+
     Raises:
-        ValueError: ranks, dispatcher and schedule do not fit together.
+        ValueError: if ranks, dispatcher and schedule do not fit together.
     """
     size = config.parallel.replicas
     if size == 1 or dispatchers.get(config.dispatch.name).traits.shares_tokens:
@@ -148,8 +163,8 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     schedule = _schedule(config, place, tokens or REFERENCE_TOKENS, dtype)
     if place.comm.size % size:
         nearest = max(d for d in range(1, size + 1) if place.comm.size % d == 0)
-        raise ValueError(f"parallel.replicas={size} does not fit {place.comm.size} expert-parallel "
-                         f"ranks: must be a divisor; the nearest is {nearest}")
+        raise ValueError(f"parallel.replicas={size} does not divide {place.comm.size} "
+                         f"expert-parallel ranks. Use a divisor; the nearest is {nearest}")
     replicas = place.comm.contiguous_subgroup(size)
     if schedule == "s1":
         return config, place, replicas
@@ -165,9 +180,9 @@ def _schedule(config: MoEConfig, place: Placement, tokens: int,
     if asked == "s2" and not slots:
         factor = dispatch.capacity_factor
         raise ValueError(
-            f"parallel.schedule='s2' shares slots, dispatch.name={dispatch.name!r} with "
-            f"capacity_factor={'none' if factor is None else factor} has none; "
-            "use dispatch.name='padded' with a capacity factor, or schedule 's1'")
+            f"parallel.schedule='s2' divides slots, but dispatch.name={dispatch.name!r} with "
+            f"capacity_factor={'none' if factor is None else factor} has no slots. "
+            "Use dispatch.name='padded' with a capacity factor, or parallel.schedule='s1'")
     if asked != "auto" or not slots:
         return "s2" if asked == "s2" or traits.splits_slots else "s1"
     factor = config.router.experts_per_token * (abs(dispatch.capacity_factor) or 1.0)
@@ -177,7 +192,7 @@ def _schedule(config: MoEConfig, place: Placement, tokens: int,
                       replicas=config.parallel.replicas, shards=place.shards)
     cluster, pieces = default_cluster(place.comm, place.comm.device), config.parallel.d
     chosen = choose_run(shape, cluster, pieces)
-    log.info("schedule of %d ranks with the same tokens: %s (exchanges predicted for %d tokens: "
+    log.info("schedule of %d ranks with the same tokens: %s (predicted exchanges for %d tokens: "
              "s1 %s, s2 %s)", config.parallel.replicas, chosen, tokens,
              *(show_time(run_s(shape, cluster, name, pieces)) for name in ("s1", "s2")))
     return chosen

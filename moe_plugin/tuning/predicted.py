@@ -1,14 +1,14 @@
-"""`parallel: predicted`: the layout of a layer, predicted once from the tokens of its first call.
+"""Predicted layouts (`parallel: predicted`) and pieces of evaluation calls (`parallel.prefill`).
 
-Nothing is timed, so that a run repeats bit by bit; and nothing is agreed or computed later.
+A predicted layout is computed once, from the number of tokens of the layer's first call. Nothing is
+measured, so runs can be repeated bit by bit, and ranks need no further agreement later.
 
-`parallel.prefill`: pieces of an evaluation's calls by their load (EPS-MoE).
-
-Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024.
-The forward pass of a call is predicted with its rows in one piece, and cut along rows or along
-experts into several, with the host's work for each piece; the fastest is taken, or one piece if it
-saves less than 5 %. Which kernel computes a piece follows from the piece's own load, as ever
-(`experts.compute: auto`).
+`parallel.prefill` divides the calls of an evaluation into pieces according to their load. Source:
+Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024. The
+forward pass of a call is predicted with its rows in one piece, and in several pieces along rows or
+experts, including the host's work for each piece. The fastest choice is used, or one piece if the
+choice saves less than 5 %. The kernel of a piece depends on the piece's own load (`experts.compute:
+auto`).
 """
 
 from __future__ import annotations
@@ -43,26 +43,30 @@ from moe_plugin.tuning.layouts import LayerLayout, Layouts
 from moe_plugin.tuning.prepare_group import log_once
 
 log = logging.getLogger(__name__)
-GAIN = 0.02  # of the configured layout's predicted time that another layout must save
-PREFILL_GAIN = 0.05  # the same of pieces by load: about the model's error
-SKEW = 1.1  # rows of the fullest rank over the mean: usual while training, with a balance loss
-# of a device's memory that a layout may take beyond the configured one. Layers keep gathered
-# parameters for backward, and a model has many layers
+GAIN = 0.02  # share of the configured layout's predicted time that another layout must save
+PREFILL_GAIN = 0.05  # share that several pieces must save, about the error of the model
+SKEW = 1.1  # rows of the fullest rank over the mean, typical of training with a balance loss
+# Share of a device's memory that a layout may use in addition to the configured layout. The share
+# is small because layers keep gathered parameters for backward, and a model has many layers.
 MEMORY_SHARE = 0.02
 
 
 class PredictedLayout:
-    """The layout of one layer: configured, from its first call in training on the best predicted.
+    """The layout of one layer: as configured until its first training call, then as predicted.
 
-    All ranks alike: the first call in training is collective, by one all-reduce of a number.
+    All ranks must use it identically. The first training call is collective: it runs one
+    all-reduce.
 
     Args:
-        config: the layer's. layouts: what may be chosen. probe: one of the layer's parameters.
+        config: settings of the layer.
+        layouts: layouts that may be chosen.
+        probe: a parameter of the layer.
 
     Attributes:
-        current: the layout of the next call. settled: whether it was predicted, or taken from a
-            checkpoint; then no call is asked.
-        decisions: that were not read yet.
+        current: layout of the next call.
+        settled: whether the layout was predicted or loaded from a checkpoint. Once settled, calls
+            need no decision.
+        decisions: decisions that were not read yet.
     """
 
     exploring = False
@@ -74,29 +78,33 @@ class PredictedLayout:
         self.decisions: tuple[TunerDecision, ...] = ()
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, None]:
-        """(layout of this call, no timer). Evaluation takes the current one.
+        """Return the layout of this call and no timer. Evaluation uses the current layout.
 
-        A graph that is being compiled cannot branch on a number of other ranks: until a call that
-        is not compiled, the configured layout stays.
+        A graph that is being compiled cannot branch on a number from other ranks. Therefore the
+        configured layout remains until a call is not compiled.
         """
         if training and not self.settled and not torch.compiler.is_compiling():
             self._settle(routing)
         return self.layouts.at(self.current), None
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """The decision, once."""
+        """Return the decision if it was not read yet."""
         fresh, self.decisions = self.decisions, ()
         return fresh
 
     def state(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint: a resumed run keeps its layout, whatever its first batch.
+        """Return plain values for a checkpoint.
+
+        A resumed run keeps its layout independently of its first batch.
         """
         return {"ranks": self.comm.size,
                 "predicted": self.current.as_dict() if self.settled else None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over the layout of an earlier run, if it was predicted on as many ranks and fits
-        these settings; else it is predicted again.
+        """Load the layout of an earlier run.
+
+        The layout is predicted again if the earlier run had another number of ranks, or if its
+        layout does not fit these settings.
         """
         chosen = state.get("predicted")
         if chosen is None or state.get("ranks") != self.comm.size:
@@ -105,15 +113,15 @@ class PredictedLayout:
                                      algorithm=self.current.algorithm, kernel=self.current.kernel)
         try:
             if choice.exchanges and choice.send not in self.layouts.sends():
-                raise ValueError(f"dispatch.send={self.config.dispatch.send!r} leaves no "
+                raise ValueError(f"dispatch.send={self.config.dispatch.send!r} does not allow "
                                  f"send={choice.send!r}")
             if "send" not in chosen and len(self.layouts.sends()) > 1:
-                raise ValueError("it was saved before rows could be sent once (dispatch.send)")
+                raise ValueError("the checkpoint predates the setting dispatch.send")
             self.layouts.at(choice)
         except ValueError as error:
             if self.comm.rank == 0:
-                log.info("the checkpoint's layout (%s) is predicted again: %s", choice.words,
-                         error)
+                log.info("the checkpoint's layout (%s) is replaced by a new prediction: %s",
+                         choice.words, error)
             return
         self.current, self.settled = choice, True
 
@@ -123,25 +131,25 @@ class PredictedLayout:
                              *count_visits(routing, self.layouts.place, copies)],
                             dtype=torch.float64)
         tokens, *visited = self.comm.hosts.all_reduce(most, "max").tolist()
-        if tokens == 0:  # no rank has seen a token: decide on a later call
+        if tokens == 0:  # no rank has a token, so a later call decides
             return
         self.settled, tokens = True, int(tokens)
         visits = as_visits(visited, copies, self.config.router.experts_per_token)
         best, seconds, configured = self._best(tokens, visits)
-        why = (f"predicted {show_time(seconds)} for {tokens} tokens on each rank, "
+        why = (f"predicted {show_time(seconds)} for {tokens} tokens on each rank, compared with "
                f"{show_time(configured)} as configured")
         self.current = best
         self.decisions = (TunerDecision(0, f"{tokens} tokens", best, "predict", why, seconds),)
         text = f"layout: {best.words}; predicted {show_time(seconds)}"
         fixed = self.layouts.fixed
         if best != fixed:
-            keeps = f"r={fixed.r}" if best.r != fixed.r else "the all-to-all"
+            keeps = f"parallel.r={fixed.r}" if best.r != fixed.r else "the all-to-all"
             text += f" instead of {show_time(configured)} (`--moe-parallel fixed` keeps {keeps})"
         text += self._sent(best, visits)
-        log_once(self.comm, text, text)  # layers of one shape have one line
+        log_once(self.comm, text, text)  # layers of the same shape share one line
 
     def _sent(self, choice: LayoutChoice, visits: Visits | None) -> str:
-        """How often a token's row travels, in words; nothing where each choice is a row."""
+        """Return in words how often a token's row is sent, or "" if each choice is a row."""
         if choice.send == "rows":
             return ""
         cluster = default_cluster(self.comm, self.probe.device)
@@ -149,11 +157,12 @@ class PredictedLayout:
         rows = rows_of_token(cluster, shape.top_k, choice.r, shape.limits, visits)
         sent = rows.nodes if choice.send == "nodes" else rows.ranks
         between = sent * cluster.between
-        return (f"; rows sent, per token: {sent:.2f}, between nodes {between:.2f}; "
+        return (f"; rows sent per token: {sent:.2f}, between nodes: {between:.2f}; "
                 f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 
     def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
-        """(choice, its predicted seconds, those of the configured choice)."""
+        """Return (best choice, its predicted seconds, predicted seconds of the configured choice).
+        """
         fixed, layouts = self.layouts.fixed, self.layouts
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
                   "d": [fixed.d], "d_backward": [fixed.d_backward],
@@ -166,29 +175,31 @@ class PredictedLayout:
                              default_cluster(self.comm, self.probe.device), device,
                              [fixed, *combinations(values, self.comm.size)],
                              collectives=partial(self.comm.collectives.seconds, self.comm))
-        mine, best = worth_taking(costs, fixed, device.memory_bytes)
-        return best.choice, best.seconds, mine.seconds
+        configured, best = worth_taking(costs, fixed, device.memory_bytes)
+        return best.choice, best.seconds, configured.seconds
 
 
 def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
                  memory_bytes: float) -> tuple[LayerCost, LayerCost]:
-    """(the configured layout, the one to take: the fastest that saves enough time and fits).
+    """Return the costs of the configured layout and of the layout to use.
+
+    The layout to use is the fastest that saves enough time and fits the memory.
 
     Args:
-        costs: of all layouts, fastest first.
-        fixed: the configured one.
-        memory_bytes: of the device.
+        costs: costs of all layouts, fastest first.
+        fixed: the configured layout.
+        memory_bytes: memory of the device in bytes.
     """
-    mine = next(cost for cost in costs if cost.choice == fixed)
+    configured = next(cost for cost in costs if cost.choice == fixed)
     for cost in costs:
-        more = cost.memory_bytes - mine.memory_bytes
-        if more <= MEMORY_SHARE * memory_bytes and cost.seconds <= (1 - GAIN) * mine.seconds:
-            return mine, cost
-    return mine, mine
+        more = cost.memory_bytes - configured.memory_bytes
+        if more <= MEMORY_SHARE * memory_bytes and cost.seconds <= (1 - GAIN) * configured.seconds:
+            return configured, cost
+    return configured, configured
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """The routing with numbers of rows that this dispatcher has no need to exchange again."""
+    """Return the routing with row counts that the dispatcher does not have to exchange again."""
     while isinstance(dispatcher, WrappedDispatcher):
         dispatcher = dispatcher.inner
     routing = dataclasses.replace(kept.routing,
@@ -198,12 +209,17 @@ def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> 
 
 
 class PrefillPieces:
-    """The pieces of each call of a layer in evaluation. Nothing is timed, so that runs repeat.
+    """Chooses the number of pieces of each evaluation call of a layer.
+
+    Nothing is timed, so runs can be repeated bit by bit.
 
     Args:
-        config: the layer's. layouts: what may be chosen. probe: one of the layer's parameters.
+        config: settings of the layer.
+        layouts: layouts that may be chosen.
+        probe: a parameter of the layer.
+
     Raises:
-        ValueError: rows of this dispatcher cannot be cut, or other ranks may compute them.
+        ValueError: if the dispatcher's rows cannot be divided, or if other ranks may compute them.
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor) -> None:
@@ -215,17 +231,19 @@ class PrefillPieces:
                  "'ragged' or 'padded'"),
                 ("parallel.spill", spill, spill not in (None, "never"), "'never'")):
             if bad:
-                raise ValueError(f"parallel.prefill=True does not fit {name}={value!r}, whose rows "
-                                 f"cannot be cut by load: use {remedy}, or parallel.prefill=False")
+                raise ValueError(f"parallel.prefill=True cannot be combined with {name}={value!r}, "
+                                 f"because its rows cannot be divided by load. Use {remedy}, or "
+                                 "parallel.prefill=False")
         self._chosen: dict[tuple[LayoutChoice, int], LayoutChoice] = {}
 
     def cut(self, layout: LayerLayout, kept: KeptRouting) -> tuple[LayerLayout, KeptRouting]:
-        """The layout of a call in as many pieces as suit its load, the same on all ranks; the
-        routing, with the numbers of rows where ranks exchanged them.
+        """Return the layout with a number of pieces that suits the load, and the routing.
 
-        The number of tokens of the rank with most travels with the numbers of rows, which ranks
-        exchange in any case. Fixed slots say it, and so does `dispatch.equal_tokens`. Otherwise
-        (`dispatch.send`, a capacity of exact rows) it costs an all-reduce.
+        All ranks return the same layout. If ranks exchanged row counts, the routing contains them.
+        The largest number of tokens on any rank is sent together with the row counts, which ranks
+        exchange in any case. For fixed slots and with `dispatch.equal_tokens`, the number is known
+        without communication. In other cases (`dispatch.send`, or a capacity with exact rows), the
+        number requires an all-reduce.
         """
         if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
             return layout, kept
@@ -245,7 +263,8 @@ class PrefillPieces:
         return chosen, kept if sizes is None else _with_sizes(kept, sizes, chosen.dispatcher)
 
     def choice(self, layout: LayoutChoice, tokens: int) -> LayoutChoice:
-        """The layout in as many pieces as suit so many tokens on the rank with most."""
+        """Return the layout with the best number of pieces for `tokens` tokens on the fullest rank.
+        """
         if not layout.exchanges or self.comm.size == 1 or layout.spill != "never":
             return layout
         load = max(1, tokens).bit_length()  # calls of one power of two share a choice
@@ -260,24 +279,24 @@ class PrefillPieces:
         device = default_device(self.config, self.probe.device)
         whole = dataclasses.replace(layout, d=1, d_backward=0, piece_axis="rows")
         host_s = PIECE_OPERATIONS * device.launch_s
-        found = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
+        predicted = {whole: layer_cost(shape, cluster, device, whole).forward.seconds}
         for axis in CUTS:
             most = place.local if axis == "experts" else tokens
             for pieces in PIECES[1:] if axis in self.layouts.piece_axes(layout.send) else ():
                 if pieces <= most:
                     choice = dataclasses.replace(whole, d=pieces, piece_axis=axis)
                     seconds = layer_cost(shape, cluster, device, choice).forward.seconds
-                    # a processor computes nothing meanwhile; a GPU waits for what is not started
-                    found[choice] = (seconds + (pieces - 1) * host_s
-                                     if self.probe.device.type == "cpu"
-                                     else max(seconds, pieces * host_s))
-        # of equals the fewest pieces; along rows, which stay even under any load
-        best = min(found, key=lambda choice: (float(f"{found[choice]:.6g}"), choice.d,
-                                              choice.piece_axis != "rows"))
-        if found[best] > (1 - PREFILL_GAIN) * found[whole]:
+                    # a CPU does this work instead of computing; a GPU only waits for late launches
+                    predicted[choice] = (seconds + (pieces - 1) * host_s
+                                         if self.probe.device.type == "cpu"
+                                         else max(seconds, pieces * host_s))
+        # of equal times prefer fewer pieces, then rows, which divide evenly under any load
+        best = min(predicted, key=lambda choice: (float(f"{predicted[choice]:.6g}"), choice.d,
+                                                  choice.piece_axis != "rows"))
+        if predicted[best] > (1 - PREFILL_GAIN) * predicted[whole]:
             best = whole
         if self.comm.rank == 0:
             log.info("evaluation of about %d tokens on each rank: %s; predicted %s instead of %s "
-                     "in one piece", tokens, best.words, show_time(found[best]),
-                     show_time(found[whole]))
+                     "in one piece", tokens, best.words, show_time(predicted[best]),
+                     show_time(predicted[whole]))
         return best

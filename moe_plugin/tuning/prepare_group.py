@@ -1,4 +1,4 @@
-"""`prepare`: topology, cluster model and watchdog of a group from settings, and its all-to-all."""
+"""Preparation of a group from settings: topology, cluster model, watchdog and all-to-all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
-# what settings become that are left open: on one node, and over several
+# values of settings that are left open: (on one node, on several nodes)
 DEFAULT_WHEN_UNSET = {
     "comm.all_to_all": ("linear", "auto"), "parallel.mode": ("predicted", "auto"),
     "parallel.spill": ("never", "by the load")}
@@ -28,23 +28,28 @@ DEFAULT_WHEN_UNSET = {
 
 @dataclass
 class _Announced:
-    """What is logged for a group: names of all-to-alls, and `layouts`."""
+    """Names of the texts that were logged for a group."""
 
     names: set[str] = field(default_factory=set)
 
 
 def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
-    """Prepare a group by its settings and return the configured all-to-all.
+    """Prepare a group according to its settings, and return the configured all-to-all.
 
-    Collective: all ranks call it with the same settings. The topology is agreed here and nowhere
-    else.
+    The call is collective, and all ranks need the same settings. Ranks agree on the topology only
+    here.
 
-    measures: see `exchange_name`.
-    Raises: ValueError: an unknown name, a file that cannot be read, a topology that does not fit
-    the group.
+    Args:
+        comm: the group.
+        config: communication settings.
+        measures: whether settings that are left open may be measured, see `exchange_name`.
+
+    Raises:
+        ValueError: if a name is unknown, a file cannot be read, or the topology does not fit the
+            group.
     """
     if config.all_to_all is not None:
-        algorithms.get(config.all_to_all)  # an unknown name, before anything is sent
+        algorithms.get(config.all_to_all)  # reject unknown names before anything is sent
     if comm.size == 1:
         return _exchange(comm, config, measures)
     cluster = load_cluster(config.cluster) if config.cluster else None
@@ -60,15 +65,21 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
 
 
 def spans_nodes(comm: Comm) -> bool:
-    """Whether a prepared group of processes is on more than one node; simulated ranks are not."""
+    """Return whether a prepared group of processes (not of simulated ranks) spans several nodes."""
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 
 def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
-    """The all-to-all of the settings; where they name none, auto for a group that spans nodes, else
-    linear. The group is prepared.
+    """Return the name of the all-to-all for a prepared group.
 
-    measures: whether what settings leave open may be measured while training; False: linear.
+    If the settings name no algorithm, the name is auto for a group that spans nodes, and linear
+    otherwise.
+
+    Args:
+        comm: the prepared group.
+        config: communication settings.
+        measures: whether settings that are left open may be measured while training. If False, the
+            algorithm is linear.
     """
     unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
     return config.all_to_all or unset[measures and spans_nodes(comm)]
@@ -80,7 +91,7 @@ def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
 
 
 def _announce(comm: Comm, name: str) -> None:
-    """Log once per group where its ranks are, and why an algorithm falls back to linear."""
+    """Log once per group where its ranks are, and why an algorithm runs as linear."""
     topology = comm.topology
     reason = algorithms.get(name).lacks(comm)
     log_once(comm, name, f"all-to-all {name} over {comm.name}: {topology}"
@@ -88,7 +99,7 @@ def _announce(comm: Comm, name: str) -> None:
 
 
 def log_once(comm: Comm, name: str, text: str) -> None:
-    """Log a text once per group, on its first rank. name: of the text."""
+    """Log a text once per group, on its first rank. name: key that identifies the text."""
     announced = comm.state.get(_Announced).names
     if comm.rank == 0 and name not in announced:
         announced.add(name)
@@ -96,13 +107,16 @@ def log_once(comm: Comm, name: str, text: str) -> None:
 
 
 def read_topology(text: str, size: int, nics: int = 1) -> Topology:
-    """The topology that `comm.topology` describes, for a group of `size` ranks.
+    """Return the topology that `comm.topology` describes, for a group of `size` ranks.
 
     Args:
-        text: a number of ranks per node (in rank order), or a YAML file with the ranks of the group
-            by node, `nodes: [[0, 1], [2, 3]]`.
-        nics: network cards per node.
-    Raises: ValueError: the file cannot be read or has no node lists, or ranks are missing.
+        text: number of ranks per node (in rank order), or path of a YAML file that lists the ranks
+            of the group by node, `nodes: [[0, 1], [2, 3]]`.
+        size: number of ranks.
+        nics: number of network cards per node. Defaults to 1.
+
+    Raises:
+        ValueError: if the file cannot be read or has no node lists, or if ranks are missing.
     """
     if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)
@@ -112,13 +126,14 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
     if not isinstance(nodes, list) or not all(
             isinstance(node, list) and all(isinstance(r, int) for r in node) for node in nodes):
         raise ValueError(
-            f"comm.topology={short(text)} holds no node lists; write nodes: [[0, 1], [2, 3]]")
+            f"comm.topology={short(text)} contains no node lists; write nodes: [[0, 1], [2, 3]]")
     return Topology(tuple(tuple(node) for node in nodes), nics, source=text)
 
 
 def _watchdog(comm: Comm, interval_s: float) -> Watchdog | None:
     store: Any = comm.store()
     if store is None:
-        log.warning("comm.watchdog_s=%s has no effect: %s has no store", interval_s, comm.name)
+        log.warning("comm.watchdog_s=%s has no effect, because %s has no store", interval_s,
+                    comm.name)
         return None
     return Watchdog(store, comm.rank, comm.size, comm.name, interval_s)

@@ -1,5 +1,4 @@
-"""Replicas of hot experts that stand for several steps (`planner.standing`), in a layer that
-trains.
+"""Replicas of hot experts that remain for several steps (`planner.standing`), in a training layer.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class LayerReplicas:
-    """A `dispatch.base.SpillPlanner` whose plans change between steps only: a recomputation repeats
-    the plan of its first pass.
+    """A `dispatch.base.SpillPlanner` whose plans change only between steps.
+
+    A recomputation therefore repeats the plan of its first pass.
 
     Args:
-        parallel: the layer's settings.
-        comm: its ranks.
-        experts: of the layer.
-        costs: of a call.
+        parallel: parallelism settings of the layer.
+        comm: ranks of the layer.
+        experts: experts of the layer.
+        costs: modelled costs of a call.
 
     Attributes:
-        standing: who has what.
-        speeds: measures this rank; None: they are given, or all alike.
+        standing: placement of the replicas.
+        speeds: measures the speed of this rank. None if speeds are configured or equal.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -49,7 +49,7 @@ class LayerReplicas:
         self.standing = StandingReplicas(comm.size, costs, parallel.guests, parallel.replan)
 
     def __call__(self, counts_WV: Counts) -> SpillPlan | None:
-        """The plan of a call; its load counts in training."""
+        """Return the plan of a call, and count the call's load in training."""
         if self._paused:
             return None
         if counts(self.experts.training):
@@ -58,7 +58,7 @@ class LayerReplicas:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside no call has a plan, and none counts."""
+        """Disable plans inside the block, and count no loads."""
         self._paused = True
         try:
             yield
@@ -66,25 +66,28 @@ class LayerReplicas:
             self._paused = False
 
     def finish_step(self) -> None:
-        """After an optimizer step; collective where placement is due and speeds are measured."""
+        """Finish an optimizer step.
+
+        The call is collective if placement is due and speeds are measured.
+        """
         if not self.standing.finish_step():
             return
         before = self.standing.placed
         self.standing.place(self.given if self.speeds is None else self.speeds.agreed())
         placed = self.standing.placed
         if placed != before and self.comm.rank == 0:
-            log.info("experts of %d ranks by slot: %s", self.comm.size,
+            log.info("expert slots of %d ranks: %s", self.comm.size,
                      "no replicas" if placed is None else list(placed.logical))
 
 
 class MeasuredSpeeds:
-    """Rows per second of each rank's experts, as SWARM averages throughput.
+    """Rows per second of each rank's experts, averaged as SWARM averages throughput.
 
-    Forward passes count: those that wait for no other rank.
+    Only forward passes of the experts count, because they do not wait for other ranks.
 
     Args:
         comm: the ranks.
-        experts: of the layer; hooks measure them.
+        experts: experts of the layer, on which hooks are registered.
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:
@@ -94,8 +97,10 @@ class MeasuredSpeeds:
         experts.register_forward_hook(self._after)
 
     def agreed(self) -> list[float] | None:
-        """Of all ranks, the same on each; a rank that has computed nothing has the mean of others.
-        None: no rank has. Collective; on GPU waits for the device.
+        """Return the speeds of all ranks, the same on each rank, or None if no rank has computed.
+
+        A rank that has computed nothing has the mean of the other ranks. The call is collective and
+        waits for the device on a GPU.
         """
         seconds = sum(_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:

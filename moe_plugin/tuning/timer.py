@@ -1,4 +1,4 @@
-"""Times one call of a layer, forward and backward, without waiting for a device."""
+"""Timing of one call of a layer, forward and backward, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from moe_plugin.utils.machine import record_event
 
 
 class CallTimer:
-    """From `start` to `stopped(y)`, and from the gradient of y to the gradient of `started(x)`;
-    seconds when both are over.
+    """Timer for the forward and backward pass of one call.
+
+    Forward lasts from `start` to `stopped(y)`. Backward lasts from the gradient of y to the
+    gradient of `started(x)`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,17 +26,20 @@ class CallTimer:
         self.wants_backward = False
 
     def start(self) -> None:
-        """From here on time counts."""
+        """Start the time of the forward pass."""
         self._mark("forward")
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """x itself, at whose gradient time ends; anchor: a parameter, so that backward comes by
-        here whatever x is.
+        """Return x unchanged. The backward time ends when x's gradient is computed.
+
+        Args:
+            x: input of the timed part.
+            anchor: a parameter that makes backward pass through here even if x needs no gradient.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 
     def stopped(self, y: Tensor) -> Tensor:
-        """y itself, up to where time counts."""
+        """Return y unchanged. The forward time ends here, and the backward time starts here."""
         self._mark("forward_end")
         self.wants_backward = torch.is_grad_enabled() and y.requires_grad
         return _Mark.apply(y, None, self, "backward")
@@ -46,7 +51,10 @@ class CallTimer:
                                                 or "backward_end" in self.marks)
 
     def seconds(self) -> float:
-        """Forward plus backward; 0 where they are not over. On GPU waits for the last mark."""
+        """Return the seconds of forward plus backward, or 0 if they have not ended.
+
+        On a GPU, this waits for the last mark.
+        """
         if not self.over:
             return 0.0
         return self._between("forward", "forward_end") + (self._between("backward", "backward_end")
@@ -79,11 +87,11 @@ class _Mark(torch.autograd.Function):
 
 
 class Timed(WrappedDispatcher):
-    """A dispatcher, one call of which is timed: plan, dispatch, experts and combine."""
+    """A dispatcher that times one call: plan, dispatch, experts and combine."""
 
     def __init__(self, inner: Dispatcher, timer: CallTimer) -> None:
         super().__init__(inner)
-        self.timer, self.reads_anchor = timer, True  # so that a mark is passed in backward
+        self.timer, self.reads_anchor = timer, True  # backward must pass the mark of `started`
 
     def plan(self, kept: KeptRouting) -> DispatchPlan:
         self.timer.start()

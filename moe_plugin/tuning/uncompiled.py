@@ -1,5 +1,7 @@
-"""Code that `torch.compile` leaves alone. Import this module where it is used, under
-`torch.compiler.is_compiling()`: it loads the compiler.
+"""Code that `torch.compile` does not trace.
+
+Import this module only where it is used, under `torch.compiler.is_compiling()`, because the import
+loads the compiler.
 """
 
 from __future__ import annotations
@@ -12,5 +14,5 @@ import torch
 
 @torch.compiler.disable
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """`call(*args)` outside compiled graphs, with all that it calls."""
+    """Return `call(*args)`, run outside of compiled graphs together with everything it calls."""
     return call(*args)

@@ -1,1 +1,3 @@
-"""Small tools without knowledge of experts: messages, files, registries, this machine."""
+"""General utilities that do not depend on experts: messages, files, registries, and properties of
+this machine.
+"""

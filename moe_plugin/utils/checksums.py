@@ -1,9 +1,9 @@
-"""Checksums of checkpoint files: CRC-32, which finds every change of up to 32 adjacent bits.
+"""Checksums of checkpoint files with CRC-32, which detects every change of up to 32 adjacent bits.
 
-A *sealed* file has its checksum inside, so that it moves, is copied and is deleted with the file:
-files of torch in a trailer of 27 bytes (torch and zip tools read over it), safetensors in the
-metadata of their header, JSON files in the last entry. Files from before are not sealed and still
-load.
+A *sealed* file contains its checksum, so that the checksum is moved, copied and deleted with the
+file. Files of torch store it in a trailer of 27 bytes (which torch and zip tools ignore),
+safetensors in the metadata of their header, and JSON files in the last entry. Files of older
+versions are not sealed and can still be loaded.
 """
 
 from __future__ import annotations
@@ -21,27 +21,31 @@ from typing import Any, BinaryIO
 from moe_plugin.utils.regular_files import check_input
 
 try:
-    from isal.isal_zlib import crc32  # the same sums, several times as fast
+    from isal.isal_zlib import crc32  # the same checksums, several times as fast
 except ImportError:
     from zlib import crc32
 
 CHUNK = 1 << 20
 _TRAILER, _TRAILER_BYTES = re.compile(rb"\nmoe-plugin crc32 ([0-9a-f]{8})\n"), 27
-METADATA = {"moe_plugin_crc32": "0" * 8}  # of a safetensors file that is sealed when it is complete
+METADATA = {"moe_plugin_crc32": "0" * 8}  # header placeholder until the file is sealed
 _DIGITS = re.compile(rb'"moe_plugin_crc32": ?"([0-9a-f]{8})"')
-_HEADER_BYTES = 100 << 20  # of a safetensors file at most, by its library
+_HEADER_BYTES = 100 << 20  # limit of the safetensors library
 _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 _JSON_START = '{"sealed": true'
 _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """A file is not what was written. The message says why, without the file's name."""
+    """The content of a file differs from the content that was written. The message gives the
+    reason, without the file's name.
+    """
 
 
 class _SummingStream:
-    """Passes bytes on to another stream, sums them, and keeps the error of a write: torch's writer
-    replaces it by one of its own.
+    """A stream that passes bytes on to another stream and computes their checksum.
+
+    The stream also stores the error of a failed write, because torch's writer replaces it with
+    another error.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -62,11 +66,13 @@ class _SummingStream:
 
 
 def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Make a sealed binary file, flushed to disk. `write` writes to the stream that it is given;
-    its content is summed on the way.
+    """Write a sealed binary file and flush it to disk. The checksum is computed while writing.
 
+    Args:
+        path: path of the file.
+        write: function that writes the content to the stream that it receives.
     Raises:
-        OSError: the disk is full, for example.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     with open(path, "wb") as stream:
         summing = _SummingStream(stream)
@@ -82,51 +88,62 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
 
 
 def trailer(crc: int) -> bytes:
-    """The end of a sealed file whose content has this sum."""
+    """Return the trailer of a sealed file whose content has this checksum."""
     return b"\nmoe-plugin crc32 %08x\n" % crc
 
 
 def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """First byte and value of the checksum in a safetensors file. None if the file has none."""
+    """Return the position of the first byte and the value of the checksum in a safetensors file, or
+    None if there is no checksum.
+    """
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if length <= _HEADER_BYTES else b""
-    found = _DIGITS.search(header) if header.startswith(b"{") else None
-    return None if found is None else (8 + found.start(1), int(found[1], 16))
+    match = _DIGITS.search(header) if header.startswith(b"{") else None
+    return None if match is None else (8 + match.start(1), int(match[1], 16))
 
 
 def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
-    """Put the checksum into a complete file: into the header of safetensors that were written with
-    `METADATA`, into a trailer of other files.
+    """Write the checksum into a complete file.
+
+    The checksum is written to the header of safetensors created with `METADATA`, and to a trailer
+    of other files.
 
     Args:
-        crc: of the file's bytes; computed by default.
+        path: path of the file.
+        crc: optional. Checksum of the file's bytes. Computed by default.
     """
-    crc, found = crc_of(path) if crc is None else crc, _digits_in_header(path)
+    crc, position = crc_of(path) if crc is None else crc, _digits_in_header(path)
     with open(path, "r+b") as stream:
-        if found is None:
+        if position is None:
             stream.seek(0, os.SEEK_END)
             stream.write(trailer(crc))
         else:
-            stream.seek(found[0])
+            stream.seek(position[0])
             stream.write(b"%08x" % crc)
 
 
 def seal_of(path: str | os.PathLike[str]) -> int | None:
-    """The checksum that a sealed binary file was written with. None if the file is not sealed."""
+    """Return the checksum with which a sealed binary file was written, or None if the file is not
+    sealed.
+    """
     with open(path, "rb") as stream:
         stream.seek(max(0, os.path.getsize(path) - _TRAILER_BYTES))
-        found = _TRAILER.fullmatch(stream.read())
-    if found is not None:
-        return int(found[1], 16)
+        match = _TRAILER.fullmatch(stream.read())
+    if match is not None:
+        return int(match[1], 16)
     inside = _digits_in_header(path)
     return None if inside is None else inside[1]
 
 
 def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | None = None) -> int:
-    """CRC-32 of a file, or of its first `size` bytes.
+    """Return the CRC-32 of a file.
 
-    digits: first byte of a checksum in it, in whose place zeros are summed.
+    Args:
+        path: path of the file.
+        size: optional. Number of bytes to include. Defaults to the whole file.
+        digits: optional. Position of a checksum inside the file, which is replaced by zeros in the
+            calculation.
     """
     size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
@@ -138,17 +155,18 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
 
 
 def _sum(stream: RawIOBase, left: int, crc: int) -> int:
-    """The sum, after the next `left` bytes were added to it."""
-    buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # in the processor's cache
+    """Return the checksum `crc` after adding the next `left` bytes of the stream."""
+    buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # fits in the processor's cache
     while left > 0 and (count := stream.readinto(buffer[:left])):
         crc, left = crc32(buffer[:count], crc), left - count
     return crc
 
 
 def verify(path: str | os.PathLike[str]) -> bool:
-    """Whether the file is sealed.
+    """Check a file against its checksum, and return whether the file is sealed.
 
-    Raises: DamagedFile: it is sealed and is not what was written.
+    Raises:
+        DamagedFile: the file is sealed, and its content differs from the content that was written.
     """
     check_input(path)
     size = os.path.getsize(path)
@@ -158,39 +176,39 @@ def verify(path: str | os.PathLike[str]) -> bool:
         end = stream.read()
     trailer, inside = _TRAILER.fullmatch(end), _digits_in_header(path)
     if trailer is None and inside is None:
-        # an unsealed zip file ends with its directory; otherwise this was a trailer
+        # An unsealed zip file ends with its directory. Any other end is a damaged trailer.
         if start == _ZIP_START and end[-_ZIP_END_BYTES:][: len(_ZIP_END)] != _ZIP_END:
-            raise DamagedFile("its end is not what was written")
+            raise DamagedFile("its end differs from the end that was written")
         return False
     if trailer is None:
         at, wanted = inside
-        found = crc_of(path, size, at)
+        actual = crc_of(path, size, at)
     else:
-        found, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
-    if found != wanted:
-        raise DamagedFile(f"its checksum is {found:08x}, it was written with {wanted:08x}")
+        actual, wanted = crc_of(path, size - _TRAILER_BYTES), int(trailer[1], 16)
+    if actual != wanted:
+        raise DamagedFile(f"its checksum is {actual:08x}, but it was written with {wanted:08x}")
     return True
 
 
 def seal_json(values: Mapping[str, Any]) -> str:
-    """JSON text of a mapping with its checksum."""
+    """Return the JSON text of a mapping, including its checksum."""
     body = json.dumps({"sealed": True, **values})[:-1]
     return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}\n'
 
 
 def open_json(text: str) -> tuple[Any, bool]:
-    """The values of a JSON text, and whether it is sealed.
+    """Parse a JSON text, and return its values and whether the text is sealed.
 
     Raises:
-        DamagedFile: it is sealed and is not what was written.
-        ValueError: it is not JSON.
+        DamagedFile: the text is sealed, and differs from the text that was written.
+        ValueError: the text is not JSON.
     """
     start, end = text.startswith(_JSON_START), None
-    if found := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
-        end = len(text) - len(text[-64:]) + found.start()
+    if match := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
+        end = len(text) - len(text[-64:]) + match.start()
     if start or end is not None:
-        if not start or end is None or crc32(text[:end].encode()) != int(found[1], 16):
-            raise DamagedFile("its checksum is not the one it was written with")
+        if not start or end is None or crc32(text[:end].encode()) != int(match[1], 16):
+            raise DamagedFile("its checksum differs from the checksum with which it was written")
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -200,33 +218,38 @@ def open_json(text: str) -> tuple[Any, bool]:
     return values, start
 
 
-_CHECKED: list[Path] = []  # files that another function verifies
+_CHECKED: list[Path] = []  # files that another function has verified
 
 
 @contextmanager
 def verified(paths: Iterable[Path]) -> Iterator[None]:
-    """Read these files without `FirstRead`, because the caller has verified them."""
-    mine = list(paths)
-    _CHECKED.extend(mine)
+    """Mark files as verified inside the block, so that `FirstRead` does not check them again."""
+    own_paths = list(paths)
+    _CHECKED.extend(own_paths)
     try:
         yield
     finally:
-        for path in mine:
+        for path in own_paths:
             _CHECKED.remove(path)
 
 
 class FirstRead:
-    """Verifies a file once, when the first of its tensors is read.
+    """Verifies a file once, before its first tensor is read.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._done, self._lock = path, False, Lock()
 
     def __call__(self) -> None:
-        """Raises: DamagedFile: the file is sealed and is not what was written."""
+        """Verify the file if it has not been verified yet.
+
+        Raises:
+            DamagedFile: the file is sealed, and its content differs from the content that was
+                written.
+        """
         if self._done or self._path in _CHECKED:
             return
         with self._lock:

@@ -1,10 +1,10 @@
-"""Deterministic mode: the same seed, settings and number of ranks give the same bits, also on GPUs
-of one model.
+"""Deterministic mode: the same seed, settings and number of ranks give the same bits, including on
+GPUs of the same model.
 
-What it takes: no layout chosen by a clock (`parallel: auto` is refused) and torch's own strict
-mode, in which an operator without a deterministic form is an error. Tiles of Triton kernels follow
-a rule, never a clock. Routing, dispatch and our kernels add up
-in a fixed order anyway.
+The mode requires a layout that is not chosen by measured time (`parallel: auto` is refused), and
+torch's strict mode, in which an operator without a deterministic implementation is an error. Tile
+sizes of Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the
+kernels of this package always sum in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,35 +18,41 @@ import torch
 
 
 def enable() -> None:
-    """Switch on torch's strict deterministic mode for this process, and the cuBLAS workspace that
-    it asks for. Before the first product on a GPU.
+    """Enable torch's strict deterministic mode for this process, and the cuBLAS workspace that it
+    requires.
+
+    Call this function before the first matrix product on a GPU.
     """
-    # torch and cuBLAS read it; a value that is set stays
+    # read by torch and cuBLAS; a value set by the user is kept
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def check(wanted: bool) -> None:
-    """`ValueError` if a layer must be deterministic and torch is not."""
+    """Raise a `ValueError` if a layer must be deterministic (`wanted`) and torch's strict mode is
+    off.
+    """
     strict = torch.are_deterministic_algorithms_enabled(
     ) and not torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted and not strict:
         raise ValueError(
-            "deterministic=True does not fit torch's present mode: must be "
-            "torch.use_deterministic_algorithms(True), without warn_only; "
-            "call moe_plugin.utils.determinism.enable() before the layer is built")
+            "deterministic=True requires torch.use_deterministic_algorithms(True) without "
+            "warn_only. Call moe_plugin.utils.determinism.enable() before building the layer")
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed for these numbers, such as step and micro-batch: the same in every process."""
+    """Return a seed for some numbers, such as step and micro-batch. The seed is the same in every
+    process.
+    """
     name = ".".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
 
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers on the CPU and this device by the seed alone; torch's own generators go on
-    afterwards as if nothing had been drawn.
+    """Draw random numbers on the CPU and on `device` from `seed` inside the block.
+
+    Afterwards torch's generators have the same state as before the block.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

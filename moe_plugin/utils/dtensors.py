@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 shards."""
+"""Parameters sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor. Their module is slow to import and not imported for this:
-    where nothing has imported it, there are none.
+    """Return whether a value is a DTensor.
+
+    The DTensor module is slow to import and is not imported for this check: if no other code has
+    imported it, no DTensors exist.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
-    """A whole tensor sharded as another one of its shape. Collective: all get rank 0's values."""
+    """Return a whole tensor sharded like `like`, which has the same shape. Collective: all ranks
+    receive rank 0's values.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)
@@ -29,7 +33,7 @@ def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill_(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter, sharded or not; collective where it is."""
+    """Copy a whole tensor into a parameter. Collective if the parameter is sharded."""
     if is_sharded(parameter):
         parameter.to_local().copy_(sharded_as(whole, parameter).to_local())
     else:

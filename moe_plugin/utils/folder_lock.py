@@ -1,10 +1,10 @@
-"""Locks that let only one run at a time write to a folder or a log.
+"""Locks that allow only one run at a time to write to a folder or a log.
 
-A lock is a small file, created with `O_EXCL`: network file systems support that, and often lack
-`flock`. The file names the host and the process of the run, and since when it runs. A run that was
-killed leaves the file behind. On the same host the next run asks the system whether the process
-still exists; on another host it looks at the file's modification time, which a thread of the
-running process refreshes.
+A lock is a small file created with `O_EXCL`, which network file systems support, while many do not
+support `flock`. The file contains the host and the process of the run, and the time at which the
+lock was acquired. A killed run leaves its lock file behind. On the same host, the next run asks the
+system whether the process still exists. On another host, the next run checks the file's
+modification time, which a thread of the running process updates.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from pathlib import Path
 from moe_plugin.utils.regular_files import check_output, make_folder, refuse_output
 
 logger = logging.getLogger(__name__)
-LOCK = "moe_plugin.lock"  # in a folder; the lock of a file has the file's name and `.lock`
+LOCK = "moe_plugin.lock"  # name in a folder; the lock of a file is called FILE.lock
 FLAG, SETTING = "--take-over-folder", "observe.take_over_folder"
 BEAT_S = 5.0
-# many beats: a thread cannot run while another one keeps Python's lock, e.g. in a long call of C
+# Many beats, because a thread cannot run while another thread holds Python's global lock, e.g. in a
+# long call of C code.
 GONE_AFTER_S = 60.0
 _WATCHED_BEATS = 3
 _TRIES = 20
@@ -36,17 +37,18 @@ _held: dict[str, FolderLock] = {}
 
 @dataclass(frozen=True)
 class Holder:
-    """The run that has a lock.
+    """The run that holds a lock.
 
     Attributes:
-        host: name of its machine.
-        machine: the machine's boot and process table, see `_machine`; empty: not known.
-        process: number of the process.
-        begun: when the process started, in ticks after the boot: a number that is used again for
-            another process comes with another start.
-        since: when the lock was taken, UTC.
-        job: the launcher's number of the job; empty: none.
-        token: a random name of the lock.
+        host: name of the machine.
+        machine: identifier of the machine's boot and process table, see `_machine`; empty if not
+            known.
+        process: process id.
+        begun: start time of the process in ticks after the boot. A reused process id has a
+            different start time.
+        since: time at which the lock was acquired, in UTC.
+        job: number of the launcher's job; empty without a job.
+        token: random name of the lock.
     """
 
     host: str
@@ -59,7 +61,7 @@ class Holder:
 
 
 class FolderLock:
-    """A lock that this process has, see the module; `release` ends it."""
+    """A lock held by this process, see the module docstring. `release` ends it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.holder = path, _myself()
@@ -67,11 +69,13 @@ class FolderLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took it, not the one from which it was forked."""
+        """Whether this process acquired the lock, rather than the process from which it was forked.
+        """
         return self.holder.process == os.getpid()
 
     def acquire(self, what: str, take_over: bool) -> None:
-        """Create the file, and begin to refresh it. Raises `ValueError`, see `hold_folder`."""
+        """Create the lock file, and start updating it. Raises a `ValueError` as in `hold_folder`.
+        """
         for _ in range(_TRIES):
             if self._created():
                 threading.Thread(target=self._beat, name="folder-lock", daemon=True).start()
@@ -84,11 +88,11 @@ class FolderLock:
                 if not take_over and not self._is_gone(seen):
                     raise ValueError(_in_use(what, seen, self.path))
                 self._remove(seen)
-        raise ValueError(f"{what}: {self.path} is taken and given back by other runs all the time; "
-                         "start one run at a time there")
+        raise ValueError(f"{what}: other runs repeatedly acquire and release {self.path}; start "
+                         "only one run at a time there")
 
     def _created(self) -> bool:
-        """Whether the file was not there, and is now ours."""
+        """Create the lock file, and return whether it did not exist before."""
         try:
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -105,7 +109,7 @@ class FolderLock:
         return True
 
     def _is_gone(self, seen: _Seen) -> bool:
-        """Whether the run that created the file has ended."""
+        """Return whether the run that created the lock file has ended."""
         other = seen.holder
         if other is not None and other.machine and (other.host, other.machine) == (
                 self.holder.host, self.holder.machine):
@@ -114,17 +118,20 @@ class FolderLock:
             return True
         if other is None or not other.job or other.job != self.holder.job:
             return False
-        # a launcher that starts a job again has ended its processes, perhaps on another host
+        # A launcher that restarts a job has ended the previous processes, perhaps on another host.
+        # If they have ended, the file is no longer updated.
         time.sleep(_WATCHED_BEATS * BEAT_S)
         return _read(self.path) == seen
 
     def _remove(self, seen: _Seen) -> None:
-        """Remove the file of a run that is gone, unless yet another run has replaced it."""
+        """Remove the file of a run that has ended, unless another run has replaced the file in the
+        meantime.
+        """
         aside, now = self.path.with_name(f"{self.path.name}.{self.holder.token}"), _read(self.path)
         if now is None or now.text != seen.text:
             return
         try:
-            os.rename(self.path, aside)  # of several runs that want to remove it, one does
+            os.rename(self.path, aside)  # if several runs try to remove it, only one succeeds
         except FileNotFoundError:
             return
         moved = _read(aside)
@@ -139,7 +146,7 @@ class FolderLock:
                 seen = _read(self.path)
                 if seen is not None and seen.holder == self.holder:
                     os.utime(self.path)
-            except OSError:  # the file system may answer later
+            except OSError:  # the file system may respond again later
                 continue
             if seen is None or seen.holder in (None, self.holder):
                 continue
@@ -148,18 +155,18 @@ class FolderLock:
             return
 
     def share(self) -> FolderLock:
-        """The lock, for another user in this process; each calls `release`."""
+        """Return this lock for another user in this process. Each user calls `release`."""
         self._shares += 1
         return self
 
     def release(self) -> None:
-        """Remove the file, once all who share the lock have released it."""
+        """Remove the file after all users of the lock have released it."""
         self._shares -= 1
         if self._shares <= 0:
             self.end()
 
     def end(self) -> None:
-        """Remove the file, whoever shares the lock."""
+        """Remove the file, even if other users share the lock."""
         self._ended.set()
         if not self.is_mine or _held.get(os.path.realpath(self.path)) is not self:
             return
@@ -173,21 +180,22 @@ class FolderLock:
 
 
 def hold_folder(folder: str | os.PathLike[str], take_over: bool = False) -> FolderLock:
-    """Keep other runs from a folder, until the lock is released or the process ends.
+    """Prevent other runs from using a folder until the lock is released or the process ends.
 
     Args:
-        folder: of checkpoints and logs of a run; made where it is missing.
-        take_over: also if another run seems to have it.
+        folder: folder for checkpoints and logs of a run. Created if missing.
+        take_over: acquire the lock even if another run seems to hold it.
     Raises:
-        ValueError: another run has it; the message names its host and process, and since when. Or
+        ValueError: another run holds the lock (the message names its host, process and start), or
             the folder cannot be written.
     """
     return _hold(make_folder(folder) / LOCK, f"folder {os.fspath(folder)}", take_over)
 
 
 def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
-    """Keep other runs from a folder that every save replaces, so that no lock can be inside; see
-    `hold_log`.
+    """Prevent other runs from using a folder that every save replaces; see `hold_log`.
+
+    The lock is next to the folder, because a file inside would be replaced too.
     """
     make_folder(Path(folder).parent)
     return hold_log(folder, what="folder")
@@ -195,7 +203,11 @@ def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
 
 def hold_log(path: str | os.PathLike[str], take_over: bool = False,
              what: str = "log") -> FolderLock | None:
-    """Keep other runs from a log, see `hold_folder`. None: this process has the log's folder."""
+    """Prevent other runs from using a log, see `hold_folder`.
+
+    Returns:
+        The lock, or None if this process already holds the lock of the log's folder.
+    """
     path = Path(path)
     folder = _held.get(os.path.realpath(path.parent / LOCK))
     if folder is not None and folder.is_mine:
@@ -205,7 +217,7 @@ def hold_log(path: str | os.PathLike[str], take_over: bool = False,
 
 @atexit.register
 def release_all() -> None:
-    """Release every lock of this process."""
+    """Release all locks of this process."""
     for lock in list(_held.values()):
         lock.end()
 
@@ -223,7 +235,13 @@ def _hold(path: Path, what: str, take_over: bool) -> FolderLock:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is in a lock's file, and when it was refreshed. holder: None where it is not whole."""
+    """The content of a lock file.
+
+    Attributes:
+        text: text of the file.
+        modified: time of the last update.
+        holder: the run in the file; None if the file is incomplete.
+    """
 
     text: str
     modified: float
@@ -231,27 +249,27 @@ class _Seen:
 
 
 def _read(path: Path) -> _Seen | None:
-    """None: the file is gone."""
+    """Read a lock file. Returns None if the file does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
-            # of the open file: network file systems ask the server when a file is opened
+            # fstat of the open file, because network file systems refresh attributes on open
             modified, text = os.fstat(stream.fileno()).st_mtime, stream.read(10_000)
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(text)
-        holder = Holder(**{field.name: found[field.name] for field in fields(Holder)})
+        values = json.loads(text)
+        holder = Holder(**{field.name: values[field.name] for field in fields(Holder)})
         return _Seen(text, modified, holder if isinstance(holder.process, int) else None)
-    except (ValueError, LookupError, TypeError):  # it is being written, or was cut
+    except (ValueError, LookupError, TypeError):  # the file is incomplete
         return _Seen(text, modified, None)
 
 
 def _in_use(what: str, seen: _Seen, path: Path) -> str:
     other = seen.holder
-    who = ("it does not say of which process" if other is None else
+    who = ("the lock file does not name its process" if other is None else
            f"process {other.process} on host {other.host}, since {other.since}")
     return (f"{what} is in use by another run ({who}). Wait until that run has ended, or use "
-            f"another folder. If it is gone, add {FLAG} ({SETTING}: true), or remove {path}")
+            f"another folder. If it has ended, add {FLAG} ({SETTING}: true) or remove {path}")
 
 
 def _myself() -> Holder:
@@ -265,8 +283,11 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """What processes share that can see each other: the boot and the table of processes, which
-    containers have of their own. Empty where the system does not tell.
+    """Return an identifier shared by processes that can see each other: the boot and the process
+    table.
+
+    Containers have separate process tables. The identifier is empty if the system does not provide
+    it.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -276,7 +297,7 @@ def _machine() -> str:
 
 
 def _stat(process: int) -> tuple[str, str] | None:
-    """State and start of a process; None: the system does not tell."""
+    """Return the state and start time of a process, or None if the system does not provide them."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -286,19 +307,21 @@ def _stat(process: int) -> tuple[str, str] | None:
 
 
 def _exists(holder: Holder) -> bool:
-    """Whether a process of this machine is still there, and is the same one."""
+    """Return whether a process of this machine still exists and is the same process."""
     try:
         os.kill(holder.process, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # of another user
-    found = _stat(holder.process)
-    return found is None or (found[0] not in "ZX" and found[1] == holder.begun)
+        pass  # the process belongs to another user
+    status = _stat(holder.process)
+    return status is None or (status[0] not in "ZX" and status[1] == holder.begun)
 
 
 def _now_in(folder: Path) -> float:
-    """The time by the clock that a folder's file system has, which may be another machine's."""
+    """Return the current time according to the clock of a folder's file system, which may be on
+    another machine.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:
             file.write(b"0")

@@ -1,5 +1,5 @@
-"""This machine: names of its processors, how numbers get to a device, a folder for results that
-outlive a run, and processes that do not outlive the one that started them.
+"""Properties of this machine: processor names, transfers to and from devices, pinned memory,
+folders for caches, and child processes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch.torch_version import TorchVersion
 from moe_plugin.utils.messages import warn_once
 
 _PR_SET_PDEATHSIG = 1
-_NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory whose last user went during a capture
+_NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory freed during a graph capture
 
 
-# Whether `torch.export` makes a program of this call (False before torch 2.7). It is one graph, for
-# any values: what depends on them is computed in it, and nothing is left to the host. Up to 2.11
-# torch's own function says so of every graph of its compiler, and only the flag tells
+# Whether `torch.export` traces this call (False before torch 2.7). An exported program is one graph
+# for all values: everything that depends on values is computed in the graph, not on the host. Up to
+# torch 2.11, `is_exporting` is true for every compiled graph, so the internal flag is used.
 exporting = (torch.compiler.is_exporting if TorchVersion(torch.__version__) >= "2.12"
              else lambda: getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 @functools.cache
 def cpu_name() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
             return next(
@@ -51,39 +51,43 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the processor behind a device."""
+    """Return the name of the processor behind a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """int64 tensor of integers of the host, nested as they are; a GPU's host does not wait."""
+    """Copy integers from the host to an int64 tensor on a device. The host does not wait for a GPU.
+    """
     table = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type in ("cpu", "meta"):
         return table.to(device)
     if capturing(device):
-        # each replay would read the pinned memory again, which torch has given to others by then
-        raise RuntimeError("a CUDA graph cannot hold row counts that the host knows: each replay "
-                           "would use those of the capture; set dispatch.name to bounded, or leave "
-                           "this layer out of the graph")
-    # from pinned memory the copy does not wait for the device
+        # Each replay would read the pinned memory again, after torch has reused it for other data.
+        raise RuntimeError("a CUDA graph cannot contain row counts from the host: each replay "
+                           "would use the counts of the capture; set dispatch.name to bounded, or "
+                           "leave this layer out of the graph")
+    # a copy from pinned memory does not block the host
     return table.pin_memory().to(device, non_blocking=True)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what this thread launches on the device goes to a CUDA graph."""
+    """Return whether kernels that this thread launches on the device are captured in a CUDA graph.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Let the host wait until a GPU has done what it was given: before a clock is read."""
+    """Wait on the host until a GPU has completed its queued work, before reading a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def start_to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor of a device to the host; what is returned waits for it and gives it.
+    """Start copying a tensor from a device to the host, and return a function that waits for the
+    copy.
 
-    It waits for what the device was given before this call, and for nothing after.
+    The function waits for work queued before this call, but not for later work. It returns the
+    copy.
     """
     if x.device.type == "cpu":
         return lambda: x
@@ -101,25 +105,31 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
-    """An event on the current stream of a GPU: of this one, not of the current GPU."""
+    """Record an event on the current stream of the given GPU, which may differ from the current
+    GPU.
+    """
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that a GPU's kernels and copies reach, not initialised; for what lives long.
+    """Allocate uninitialized host memory that a GPU's kernels and copies can access, for long-lived
+    data.
 
-    It is exactly as large as asked (torch's own pinned memory is rounded up to a power of two), and
-    given back when no tensor refers to it and the device has done all that it was given before:
-    torch's allocator knows of copies that use pinned memory, but not of Triton's kernels. What
-    lives for a part of a step is torch's own pinned memory, which is kept for the next time.
+    The memory is exactly as large as requested, while torch's pinned memory is rounded up to a
+    power of two. It is freed when no tensor refers to it and the device has completed the work
+    queued before: torch's allocator tracks copies that use pinned memory, but not Triton kernels.
+    For data that is needed for part of a step, use torch's pinned memory, which is cached.
 
-    device: a GPU; without a number, the caller's current one.
+    Args:
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        device: a GPU. Without an index, the caller's current GPU.
     Raises:
-        RuntimeError: the memory cannot be registered, with CUDA's reason.
+        RuntimeError: the memory cannot be registered. The message contains CUDA's error number.
     """
-    if device.index is None:  # it is given back in any thread, where another may be current
+    if device.index is None:  # the memory may be freed in another thread with another current GPU
         device = torch.device(device.type, torch.cuda.current_device())
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
     owner = (ctypes.c_char * len(memory)).from_buffer(memory)
@@ -132,25 +142,25 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
                            "(ulimit -l)")
 
     def give_back(memory: mmap.mmap) -> None:
-        if capturing(device):  # it may not wait
+        if capturing(device):  # synchronization is not allowed during a capture
             _NEVER_GIVEN_BACK.append(memory)
             return
         torch.cuda.synchronize(device)
         runtime.cudaHostUnregister(address)
 
-    # its argument keeps the memory until then; the process's end gives all back
+    # the argument keeps the memory alive until then; at exit the system frees it anyway
     weakref.finalize(owner, give_back, memory).atexit = False
     return bytes_N[:math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 
 def pinned_copy(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of x in a `pinned_buffer`."""
+    """Return a copy of x in a `pinned_buffer`."""
     with torch.no_grad():
         return pinned_buffer(x.shape, x.dtype, device).copy_(x)
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Memory of a device, all of it; None where it is not known."""
+    """Return the total memory of a device in bytes, or None if it is not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
@@ -159,38 +169,41 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def cache_home() -> Path:
-    """Where all that outlives a run lies: `XDG_CACHE_HOME`, if it is an absolute path, else
-    `~/.cache`, and below it `moe-plugin`.
+    """Return the folder for all data that outlives a run.
+
+    The folder is `moe-plugin` below `XDG_CACHE_HOME`, if that is an absolute path, else below
+    `~/.cache`.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """A folder that outlives the process, created if missing; every cache is in it. It belongs to
-    this user, and no other user can write there: programs are compiled into it and run from it.
+    """Return a folder that outlives the process, created if missing, which contains all caches.
 
-    If it cannot be created it is below the temporary folder. If others can write there a new folder
-    takes its place, for this process alone.
+    The folder belongs to this user, and no other user can write there, because compiled programs
+    are run from it. If it cannot be created, a folder below the temporary folder is used. If other
+    users can write to it, a new folder is used for this process only.
 
     Args:
-        purpose: what errors say is impossible without it.
+        purpose: what is impossible without the folder, for error messages.
         folder: optional. Defaults to `cache_home`.
-    Raises: ValueError: not writable.
+    Raises:
+        ValueError: the folder is not writable.
     """
     try:
         folder = folder or cache_home()
         for path in (*reversed(folder.parents), folder):
             if not path.exists():
                 path.mkdir(mode=0o700, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder
         folder = Path(tempfile.gettempdir()) / f"moe-plugin-{os.getuid()}"
-        with contextlib.suppress(OSError):  # the check below says it
+        with contextlib.suppress(OSError):  # reported by the check below
             folder.mkdir(mode=0o700, exist_ok=True)
     if folder.exists() and not _is_private(folder):
-        warn_once(__name__, f"the cache {folder} is not used, because other users can write there, "
-                  "and programs are run from it: nothing is kept between runs. If it is yours, "
-                  f"remove what is in it and: chmod 700 {shlex.quote(str(folder))}")
+        warn_once(__name__, f"the cache {folder} is not used, because other users can write there "
+                  "and programs are run from it. Nothing is cached between runs. If the folder is "
+                  f"yours, remove its contents and run: chmod 700 {shlex.quote(str(folder))}")
         return fresh_cache()
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not writable, so {purpose}; make it writable")
@@ -198,15 +211,15 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and no other user can write there."""
-    found = folder.stat()
-    ours = found.st_uid == os.getuid() == folder.lstat().st_uid
-    return ours and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+    """Return whether a folder belongs to this user and no other user can write there."""
+    status = folder.stat()
+    ours = status.st_uid == os.getuid() == folder.lstat().st_uid
+    return ours and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
 
 
 @functools.cache
 def fresh_cache() -> Path:
-    """A new folder that no other user can write, for the life of this process."""
+    """Create a new folder for the lifetime of this process, to which no other user can write."""
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
@@ -214,16 +227,22 @@ def fresh_cache() -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent (the thread of it that started this one)
-    ends, for any reason. parent: its id.
+    """Ask the kernel to kill this process when its parent ends for any reason.
+
+    The kernel sends the signal when the thread that started this process ends.
+
+    Args:
+        parent: process id of the parent.
     """
     call_libc("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def call_libc(name: str, *args: int) -> None:
-    """A function of the C library that returns 0. `OSError` with its reason if it does not."""
+    """Call a function of the C library that returns 0, and raise an `OSError` with its reason
+    otherwise.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Data classes as pytrees, which `torch.export` and wrappers such as FSDP2 look into."""
+"""Data classes as pytrees, which `torch.export` and wrappers such as FSDP2 traverse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Register a data class, whose leaves are the values of its fields in their order.
+    """Register a data class as a pytree, with the values of its fields as leaves, in order.
 
-    static: fields of plain values without tensors that belong to the structure instead:
-        `torch.export` cannot load a program that returns a string.
+    Args:
+        static: names of fields with plain values, not tensors, that belong to the structure instead
+            of the leaves. `torch.export` cannot load a program that returns a string.
     """
     def register(cls: type[T]) -> type[T]:
         names = [field.name for field in dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -39,8 +40,8 @@ def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
         _pytree.register_pytree_node(
             cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys,
             serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
-        # `torch.export.load` reads example arguments with `weights_only`; making one of these runs
-        # no code
+        # `torch.export.load` reads example arguments with `weights_only`. Creating an instance of a
+        # data class runs no code, so it is safe to allow.
         serialization.add_safe_globals([cls])
         return cls
 

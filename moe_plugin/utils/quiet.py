@@ -1,8 +1,9 @@
-"""Known warnings of libraries that no user of ours can act on: which ones, and hiding them.
+"""Known warnings of other libraries that users of this package cannot act on, and functions to hide
+them.
 
-Each is known by the module that it names and by how its text begins; every other warning, and all
-errors, are shown. Whoever sets Python's own filters (`PYTHONWARNINGS=default`, `python -W ...`)
-decides alone: then nothing is hidden here.
+A warning is identified by its module and by the beginning of its text. All other warnings, and all
+errors, are shown. If the user sets Python's own filters (`PYTHONWARNINGS=default`, `python -W
+...`), nothing is hidden here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Known:
-    """A warning.
+    """A known warning.
 
     Attributes:
-        module: where Python says it comes from.
-        text: how it begins, a regular expression.
+        module: module from which Python reports the warning.
+        text: regular expression for the beginning of the warning.
     """
 
     module: str
@@ -31,18 +32,18 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownLine:
-    """A line of a library's log that is not a warning.
+    """A known line of a library's log.
 
     Attributes:
-        logger: its name.
-        text: how the line begins, a regular expression.
+        logger: name of the logger.
+        text: regular expression for the beginning of the line.
     """
 
     logger: str
     text: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For `Logger.addFilter`: whether the line is another one."""
+        """Return whether the record is a different line, for `Logger.addFilter`."""
         return re.match(self.text, record.getMessage()) is None
 
 
@@ -51,8 +52,8 @@ _TORCH_NORM = "Apex is not installed. Falling back to Torch Norm"
 _NO_APEX = "Transformer Engine and Apex are not installed"
 _PIN_MEMORY = Known("torch.utils.data.dataloader",
                     "'pin_memory' argument is set as true but no accelerator is found")
-# Settings of fairseq 0.12 under hydra 1.3, and calls in it that torch has renamed since: fairseq
-# sees no further release. The last is true of every run on CPU.
+# Settings of fairseq 0.12 under hydra 1.3, and calls that torch has renamed since. fairseq has no
+# further releases. The last warning appears in every run on CPU.
 FAIRSEQ = (
     Known("moe_plugin.hosts.fairseq.compat.runtime", 'version_base="1.1" selects Hydra 1.1'),
     Known("moe_plugin.hosts.fairseq.compat.runtime", "`broadcast_buffers` is deprecated"),
@@ -62,7 +63,7 @@ FAIRSEQ = (
     Known("hydra.compose", "The strict flag in the compose API is deprecated"),
     Known("hydra._internal.hydra", "Future Hydra versions will no longer change working directory"),
     Known("hydra.main", _SCHEMA),
-    Known("__main__", _SCHEMA),  # of fairseq-generate
+    Known("__main__", _SCHEMA),  # in fairseq-generate
     Known("sys", _SCHEMA),
     Known("__main__", _SCHEMA),
     Known("fairseq_cli.hydra_train", _SCHEMA),
@@ -71,11 +72,11 @@ FAIRSEQ = (
     Known("torch.nn.functional", "Support for mismatched key_padding_mask and attn_mask is depr"),
     _PIN_MEMORY,
 )
-FAIRSEQ_LINES = (  # it imports a user dir twice
+FAIRSEQ_LINES = (  # fairseq imports a user directory twice
     KnownLine("fairseq.utils", r"--user-dir=.*moe_plugin has already been imported"),
 )
-# Optional packages that replace parts of Megatron-core on GPUs (`moe-plugin doctor` says what is
-# missing), and its own use of what it has renamed.
+# Missing optional packages that replace parts of Megatron-core on GPUs (`moe-plugin doctor` lists
+# them), and Megatron's own use of deprecated names.
 MEGATRON = (
     Known("megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision", _NO_APEX),
     Known("megatron.core.optimizer", _NO_APEX),
@@ -92,13 +93,14 @@ MEGATRON = (
     Known("moe_plugin.hosts.megatron.compat.cpu", "Please use DTensor instead and we are deprec"),
     _PIN_MEMORY,
 )
-# what torchft says of each meeting on a machine without NCCL, and of a state that it receives
+# torchft's messages about each quorum on a machine without NCCL, and about a received state
 TORCHFT = (Known("torch.distributed._serialization", "The given buffer is not writable"),)
 TORCHFT_LINES = (
     KnownLine("torchft.manager", r".*Unable to reset NCCL flight recorder"),
-    *(KnownLine(f"torchft_{name}", r"\Z") for name in ("commits", "quorums", "errors")),  # empty
+    # these loggers write empty lines
+    *(KnownLine(f"torchft_{name}", r"\Z") for name in ("commits", "quorums", "errors")),
 )
-# the first node, which has the store of the rendezvous, may end before the others
+# The first node, which hosts the rendezvous store, may end before the other nodes.
 TORCHRUN_LINES = (
     KnownLine("torch.distributed.elastic.rendezvous.dynamic_rendezvous",
               r"The node '.*' has failed to shutdown the rendezvous"),
@@ -106,9 +108,10 @@ TORCHRUN_LINES = (
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
-    """Hide these for the rest of the process, or until the filters of `warnings` are reset.
+    """Hide known warnings and lines for the rest of the process, or until the filters of `warnings`
+    are reset.
 
-    Doing it again changes nothing.
+    Repeated calls have no further effect.
     """
     if sys.warnoptions:
         return
@@ -121,17 +124,20 @@ def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
 
 @contextmanager
 def hidden(known: Iterable[Known]) -> Iterator[None]:
-    """Hide these while a command runs; the filters that were there return afterwards."""
+    """Hide known warnings inside the block, and restore the previous filters afterwards."""
     with warnings.catch_warnings():
         hide(known)
         yield
 
 
 def own_log(verbose: bool = False) -> None:
-    """The log of one of our commands on standard error: our own lines, of others what is at least a
-    warning. A program that has set up its log keeps it.
+    """Set up the log of a command of this package on standard error, unless the program has set up
+    logging.
 
-    verbose: everything, of everybody.
+    The log shows this package's lines, and other libraries' lines from level warning.
+
+    Args:
+        verbose: show all lines of all libraries.
     """
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING,
@@ -142,7 +148,7 @@ def own_log(verbose: bool = False) -> None:
 
 @contextmanager
 def quiet(name: str = "moe_plugin") -> Iterator[None]:
-    """Only warnings of this logger, for the time of the block."""
+    """Show only warnings and errors of a logger inside the block."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)

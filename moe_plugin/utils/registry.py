@@ -1,7 +1,8 @@
-"""One registry per kind: names map to implementations, an unknown name lists the known ones.
+"""Registries that map names to implementations, one registry per kind. An unknown name is an error
+that lists the known names.
 
-A kind is created once (`routers = Registry("router")`); whatever is registered in it is found by
-config and joins the exactness tests without another line.
+A kind is created once (`routers = Registry("router")`). Implementations registered in it can be
+chosen in a config, and are included in the exactness tests automatically.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class Entry(Generic[T]):
     """One registered implementation.
 
     Attributes:
-        why_not: returns None if it can run here, else the reason.
-        optional: it needs what may not be installed; where it cannot run, `Registry.names` leaves
-            it out and `Registry.get` gives the reason.
+        name: name of the implementation.
+        value: the implementation.
+        why_not: returns None if the implementation can run on this machine, else the reason.
+        optional: whether the implementation needs packages that may be missing. If it cannot run,
+            `Registry.names` omits it, and `Registry.get` raises an error with the reason.
     """
 
     name: str
@@ -35,18 +38,19 @@ class Entry(Generic[T]):
 
     @property
     def offered(self) -> bool:
-        """Whether its name may be chosen here."""
+        """Whether the name may be chosen on this machine."""
         return not self.optional or self.why_not() is None
 
     @property
     def summary(self) -> str:
-        """First sentence of the implementation's docstring, on one line."""
+        """The first sentence of the implementation's docstring, on one line."""
         paragraph = " ".join((self.value.__doc__ or "").strip().split("\n\n")[0].split())
         return re.split(r"(?<=\.)\s(?=[A-Z])", paragraph)[0]
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind: router, loss, dispatcher, all-to-all algorithm, ..."""
+    """Named implementations of one kind, such as router, loss, dispatcher or all-to-all algorithm.
+    """
 
     def __init__(self, kind: str, *, base: type | None = None,
                  check: Callable[[str, T], None] | None = None) -> None:
@@ -56,9 +60,15 @@ class Registry(Generic[T]):
 
     def register(self, name: str, *, why_not: Callable[[], str | None] = lambda: None,
                  optional: bool = False) -> Callable[[T], T]:
-        """Decorator: `@routers.register("topk")`; `ValueError` if the name exists already.
+        """Register an implementation with a decorator: `@routers.register("topk")`.
 
-        why_not, optional: see `Entry`.
+        Args:
+            name: name of the implementation.
+            why_not: see `Entry`.
+            optional: see `Entry`.
+        Raises:
+            ValueError: the name is already registered, or the implementation is not a subclass of
+                the registry's base class.
         """
 
         def add(value: T) -> T:
@@ -76,8 +86,11 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The implementation called `name`; `ValueError` with the known names if absent, with the
-        reason if it is optional and cannot run here.
+        """Return the implementation called `name`.
+
+        Raises:
+            ValueError: the name is unknown (the message lists the known names), or the
+                implementation is optional and cannot run here (the message contains the reason).
         """
         entry = self._entries.get(name) or self.entry(name)
         if entry.optional and not entry.offered:
@@ -85,12 +98,14 @@ class Registry(Generic[T]):
         return entry.value
 
     def find(self, name: str) -> T | None:
-        """What is registered under a name, whether it can run here or not; None: nothing is."""
+        """Return the implementation called `name`, even if it cannot run here, or None if the name
+        is unknown.
+        """
         entry = self._entries.get(name)
         return None if entry is None else entry.value
 
     def entry(self, name: str) -> Entry[T]:
-        """The whole entry called `name`."""
+        """Return the entry called `name`, or raise a `ValueError` that lists the known names."""
         if name not in self._entries:
             raise ValueError(
                 f"unknown {self.kind} {short(name)}; {did_you_mean(alike(str(name), self.names()))}"
@@ -98,12 +113,12 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def forget(self, name: str) -> None:
-        """Unregister `name`, e.g. to register a changed version in a notebook."""
+        """Unregister `name`, for example to register a changed version in a notebook."""
         del self._entries[self.entry(name).name]
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """What is registered or forgotten inside is undone at the end."""
+        """Undo all registrations and removals made inside the block at its end."""
         before = dict(self._entries)
         try:
             yield
@@ -111,7 +126,7 @@ class Registry(Generic[T]):
             self._entries = before
 
     def names(self) -> list[str]:
-        """The names that may be chosen here, sorted."""
+        """Return the names that may be chosen on this machine, sorted."""
         return sorted(name for name, entry in self._entries.items() if entry.offered)
 
     def __contains__(self, name: object) -> bool:

@@ -1,5 +1,6 @@
-"""Reading, writing and appending to regular files only: never a device, a pipe or a folder, and no
-link is replaced. Errors name the file and the remedy.
+"""Functions that read, write and append to regular files only, never to devices, pipes or folders.
+
+Links are not replaced. Errors contain the file and a remedy.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """What is there other than a regular file; empty: one, or nothing."""
+    """Return the type of a path that is not a regular file, or an empty text for regular and
+    missing files.
+    """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
     except (OSError, ValueError):
-        return ""  # opening it says why
+        return ""  # opening the file reports the reason
     return next((name for test, name in _KINDS if test(mode)), "")
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """`ValueError` where `path` is not a file that ends: opening a pipe would hang.
+    """Raise a `ValueError` if `path` is not a regular file, because opening a pipe would hang.
 
     Args:
-        path: may be missing: opening it says so.
-        what: what errors call the file.
-        remedy: what they recommend.
+        path: path of the file. A missing file is not an error here; opening it reports the error.
+        what: description of the file for the message.
+        remedy: remedy for the message.
     """
     kind = _kind(path, follow=True)
     if kind:
@@ -46,8 +49,9 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
 
 
 def check_output(path: _Path) -> Path:
-    """The path; `ValueError` where `write_regular` could not write there. For commands that measure
-    long before they write.
+    """Return the path, or raise a `ValueError` if `write_regular` could not write to it.
+
+    Use it in commands that run for a long time before they write.
     """
     path = Path(path)
     for name in (path, half_of(path)) if path.name else (path,):
@@ -62,15 +66,17 @@ def check_output(path: _Path) -> Path:
 
 
 def half_of(path: Path) -> Path:
-    """The name under which a file is written before it is complete."""
+    """Return the temporary name under which a file is written until it is complete."""
     return path.with_name(path.name + ".new")
 
 
 def read_at(file: int, values: memoryview, offset: int) -> int:
-    """Fill a buffer from an open file, from a byte on; how many bytes the file is too short.
+    """Fill a buffer from an open file, starting at byte `offset`.
 
+    Returns:
+        The number of bytes by which the file is too short, or 0.
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     while values:
         count = os.preadv(file, [values], offset)
@@ -81,8 +87,10 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
 
 
 def begin_writing(file: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin to take a part of an open file, which stays in memory. Linux's
-    sync_file_range(2), which Python does not have; nothing where the C library has none.
+    """Start writing a part of an open file to disk, without removing it from memory.
+
+    This calls Linux's sync_file_range(2), which Python does not provide. The function does nothing
+    if the C library does not provide it.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -90,10 +98,10 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:
-    """Write a file whole or not at all. Text is written as UTF-8.
+    """Write a file completely or not at all. Text is written as UTF-8.
 
     Raises:
-        ValueError: something else than a regular file is there, or it cannot be written.
+        ValueError: the path is not a regular file, or the file cannot be written.
     """
     path = check_output(path)
     half = half_of(path)
@@ -107,9 +115,11 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file, flushed to disk; it gets its name when it is complete.
+    """Write a small file, flushed to disk. The file receives its name when it is complete.
 
-    content: text, or what writes to the stream that it is given.
+    Args:
+        path: path of the file.
+        content: text, or a function that writes to the stream that it receives.
     """
     half = half_of(path)
     with open(half, "wb") as stream:
@@ -123,10 +133,15 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
 
 
 def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
-    """Give a complete folder its name; a killed process leaves the old folder or the new one
-    complete, the old one perhaps as `NAME.old`.
+    """Rename a complete folder to its final name.
 
-    keep_old: leave it there in any case.
+    If the process is killed, either the old or the new folder is complete; the old folder may be
+    called `NAME.old`.
+
+    Args:
+        scratch: the complete new folder.
+        target: its final path.
+        keep_old: whether to keep the old folder as `NAME.old`.
     """
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
@@ -138,7 +153,9 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """A folder, made with those above it where it is missing; `ValueError` where it cannot be."""
+    """Create a folder and its parents if they are missing, and return its path. Raises a
+    `ValueError` on failure.
+    """
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -148,8 +165,13 @@ def make_folder(path: _Path) -> Path:
 
 
 def output_folder(path: _Path, names: Iterable[str]) -> Path:
-    """A folder, made where it is missing, in which files of these names can be written; for
-    commands that measure long before they write. Raises: ValueError: they cannot be.
+    """Create a folder if it is missing, and check that files with the given names can be written to
+    it.
+
+    Use it in commands that run for a long time before they write.
+
+    Raises:
+        ValueError: the folder or the files cannot be written.
     """
     folder = make_folder(path)
     for name in names:
@@ -158,10 +180,11 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
 
 
 def open_append(path: _Path) -> BinaryIO:
-    """A file to which bytes are appended, unbuffered; its folder is made. A link is followed.
+    """Open a file for appending bytes, unbuffered. The file's folder is created, and a link is
+    followed.
 
     Raises:
-        ValueError: something else than a regular file is there, or it cannot be written.
+        ValueError: the path is not a regular file, or the file cannot be written.
     """
     path = Path(path)
     kind = _kind(path, follow=True)
@@ -176,19 +199,20 @@ def open_append(path: _Path) -> BinaryIO:
 
 
 def refuse_output(path: Path, error: OSError) -> NoReturn:
-    """Raise a `ValueError` that names a file which cannot be written, the cause and the remedy."""
+    """Raise a `ValueError` with the file that cannot be written, the cause and a remedy."""
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk, or a user's share of it, is full."""
+    """Return whether an error means that a disk, or the user's quota on it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The error of the operating system behind an error, if there is one: `torch.save` raises
-    others when a stream cannot be written.
+    """Return the operating system's error that caused an error, or None.
+
+    The search is needed because `torch.save` raises other errors if a stream cannot be written.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -196,12 +220,12 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 
 def write_remedy(error: BaseException, folder: _Path) -> str:
-    """What to do where a file in `folder` could not be written."""
-    found = system_error(error)
-    code = None if found is None else found.errno
+    """Return what to do if a file in `folder` could not be written."""
+    os_error = system_error(error)
+    code = None if os_error is None else os_error.errno
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
-    # torch's writer of files hides why a stream could not be written
-    if is_full(found) if found is not None else free < _ALMOST_NOTHING:
+    # torch's file writer hides the reason why a stream could not be written
+    if is_full(os_error) if os_error is not None else free < _ALMOST_NOTHING:
         return (f"the disk is full ({free / 2**20:.0f} MiB free): free space or choose another "
                 "folder")
     if code in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -1,4 +1,6 @@
-"""What a run calls around each training step, and what it tells: the seam of every feature."""
+"""The interface of run features: the methods that a run calls around each training step, and the
+data that it passes to them.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,31 @@ from torch import Tensor
 
 
 class SkipStep(OverflowError):
-    """All ranks leave this step out: no parameter changes."""
+    """All ranks skip this step: no parameter changes."""
 
-    lost = False  # nothing of the step counts, and it is made again
+    lost = False  # whether the step is discarded and repeated
 
 
 class LostStep(SkipStep):
-    """The step is lost, and made again."""
+    """The step is lost and is repeated."""
 
     lost = True
 
 
-class StepRepeat(Exception):  # noqa: N818 - no error: it leaves a host's step, to begin it again
-    """The step's passes begin again, on all ranks."""
+class StepRepeat(Exception):  # noqa: N818 - not an error: control flow that restarts a step
+    """The forward and backward passes of the step start again, on all ranks."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step that begins.
+    """A step that starts.
 
     Attributes:
-        number: from 1.
-        batch: this rank's first micro-batch, in a form that pickles; None: the host has none.
-        loss_of: of such a batch; the model's forward pass.
-        total: steps of the whole run; None: not known.
+        number: number of the step, from 1.
+        batch: returns this rank's first micro-batch, in a form that can be pickled; None if the
+            host does not provide batches.
+        loss_of: computes the loss of such a batch with the model's forward pass.
+        total: number of steps in the whole run; None if not known.
     """
 
     number: int
@@ -45,15 +48,16 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """The gradients of a step, before the optimizer's.
+    """The gradients of a step before the optimizer uses them.
 
     Attributes:
-        number: of the step, from 1.
-        tensors: all of this rank's; None: a parameter has none.
-        finite: whether they and the loss are, the same answer on all ranks; collective.
-        scale_falls: whether a loss scale falls where they are not: such a step does not mean that
-            the run is broken.
-        bad: this rank knows that the step must be skipped.
+        number: number of the step, from 1.
+        tensors: returns all gradients of this rank, with None for parameters without a gradient.
+        finite: returns whether the gradients and the loss are finite, with the same answer on all
+            ranks; collective.
+        scale_falls: returns whether a loss scale is reduced if they are not finite. Such a step is
+            expected and does not indicate a failure.
+        bad: whether this rank knows that the step must be skipped.
     """
 
     number: int
@@ -65,17 +69,18 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of a step after it.
+    """Information about a completed step.
 
     Attributes:
-        number: steps done, from 1.
-        made: whether the step counts; the number of one that does not comes again.
-        skipped: no parameter changed, because a number was not finite.
-        tokens: of all ranks; None or 0: the host does not say.
-        left: steps after this one; None: not known.
-        loss: mean over tokens, nats; None: the host does not say.
-        dropped: share of its choices that found no slot; None: not known.
-        logged: the host's line of its own log, a `StepRecord`; None: it has none now.
+        number: number of completed steps, from 1.
+        made: whether the step counts. The number of a step that does not count is used again.
+        skipped: whether no parameter changed, because a number was not finite.
+        tokens: number of tokens of all ranks. None or 0 if the host does not report it.
+        left: number of steps after this step; None if not known.
+        loss: mean loss per token, in nats; None if the host does not report it.
+        dropped: fraction of the step's choices that found no slot; None if not known.
+        logged: the host's log line for this step, a `StepRecord`; None if there is no line for this
+            step.
     """
 
     number: int
@@ -89,69 +94,79 @@ class StepFacts:
 
 
 class RunFeature:
-    """Something that happens around the steps of a run; a method does nothing unless overridden.
+    """A feature that acts around the steps of a run. Methods do nothing unless overridden.
 
-    All ranks call all methods alike, so that each may be collective.
+    All ranks call all methods in the same order, so each method may be collective.
 
     Attributes:
-        reduces: it completes the gradients itself; the host does not reduce them.
-        replaced: the last step took another run's state: its loss is of older weights, and the
-            samples that follow are others.
+        reduces: whether the feature completes the gradients, so that the host must not reduce them.
+        replaced: whether the last step loaded another run's state, so that its loss belongs to
+            older weights and other samples follow.
     """
 
     reduces = False
     replaced = False
 
     def begin(self) -> None:
-        """Before the first step: the optimizer is built, and a checkpoint is loaded."""
+        """Prepare for the first step. The optimizer exists, and a checkpoint has been loaded."""
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Around the whole step."""
+        """Return a context manager that surrounds the whole step."""
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """What this rank computes in the step, in place of its own micro-batches."""
+        """Return the micro-batches that this rank computes in the step instead of its own
+        micro-batches.
+        """
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Passes of a step or of an evaluation begin; returns what sets back what they change, if
-        this feature may raise `StepRepeat` of them.
+        """Prepare for the passes of a step or an evaluation.
+
+        Returns:
+            A function that restores the state changed by the passes, if this feature may raise
+                `StepRepeat`. None otherwise.
         """
         return None
 
     def after_passes(self) -> None:
-        """All passes are done. Raises `StepRepeat`."""
+        """React to the end of all passes. May raise `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Gradients are complete, and no parameter has changed. Raises `SkipStep`."""
+        """React to complete gradients, before any parameter changes. May raise `SkipStep`."""
 
     def after_step(self, facts: StepFacts) -> None:
-        """The step is over."""
+        """React to the end of the step."""
 
     def after_log(self, facts: StepFacts) -> None:
-        """The host knows more of the step: `dropped` or `logged`."""
+        """React to additional information from the host about the step: `dropped` or `logged`."""
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """A validation is over, after so many steps. dropped: share of its choices, if known."""
+        """React to the end of a validation.
+
+        Args:
+            number: number of completed steps.
+            dropped: fraction of the validation's choices that found no slot; None if not known.
+        """
 
     def numbers(self) -> dict[str, float]:
-        """For the host's log, by name."""
+        """Return numbers for the host's log, by name."""
         return {}
 
     def evaluated(self) -> dict[str, Any]:
-        """For the host's log of an evaluation, by name, once it is over."""
+        """Return values for the host's log of an evaluation, by name, after the evaluation."""
         return {}
 
     def close(self) -> None:
-        """The run ends."""
+        """Release resources at the end of the run."""
 
 
 def refuse_unfit(what: str, unfit: Iterable[tuple[str, bool, str]]) -> None:
-    """`ValueError` for the first of a host's settings that does not fit.
+    """Raise a `ValueError` for the first host setting that is incompatible with a request.
 
     Args:
-        what: is asked for, as a flag or setting with its value.
-        unfit: name of the setting, whether it fits, and the remedy.
+        what: the requested flag or setting with its value.
+        unfit: for each host setting: its name, whether it is compatible, and the remedy.
     """
     for name, fits, remedy in unfit:
         if not fits:

@@ -1,4 +1,4 @@
-"""The one reader of YAML files: OmegaConf's dialect, as under Hydra."""
+"""The function that reads all YAML files, in OmegaConf's dialect as under Hydra."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ from typing import Any
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input
 
-# more than any file of settings needs: characters, nested brackets, values once aliases stand for
-# what they name
+# Limits far above any settings file: characters, nested brackets, and values after aliases are
+# expanded.
 MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES = 4_000_000, 50, 1_000_000
 _NAMES = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:
-    """`path`, or, where it begins with `configs/` and nothing is there, the example file (or folder
-    of them) of this name that is installed with the package.
+    """Return the path of a bundled example file for a missing path that begins with `configs/`.
+
+    Other paths, and paths without a bundled file or folder, are returned unchanged.
     """
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
         return path
     [folder] = importlib.import_module("moe_plugin.configs").__path__
-    place = Path(folder, *wanted.parts[1:])
-    return place if place.exists() else path
+    example = Path(folder, *wanted.parts[1:])
+    return example if example.exists() else path
 
 
 def read_yaml(path: str | Path, what: str = "config file",
               remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
-    """The mapping (or list) in a YAML file as plain containers; an empty file is an empty mapping.
+    """Return the mapping (or list) in a YAML file as plain containers. An empty file is an empty
+    mapping.
 
-    `1e-3` is a number, dates are text, and `${...}` is an error: no value comes from elsewhere.
+    `1e-3` is read as a number and dates as text. Interpolations `${...}` are an error, because no
+    value may come from elsewhere.
 
     Args:
-        path: the file; see `bundled`.
-        what: what errors call the file.
-        remedy: what errors recommend.
+        path: path of the file; see `bundled`.
+        what: description of the file, for errors.
+        remedy: remedy, for errors.
         kind: expected type of the content, dict or list.
     Raises:
-        ValueError: the file cannot be read, is not YAML, names a key twice, uses an interpolation,
-            or holds another type.
+        ValueError: the file cannot be read, is not YAML, contains a key twice, uses an
+            interpolation, or has content of another type.
     """
-    from omegaconf import OmegaConf  # slow to import, and many programs read no YAML
+    from omegaconf import OmegaConf  # slow to import; many programs read no YAML
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -55,8 +58,8 @@ def read_yaml(path: str | Path, what: str = "config file",
         _check_size(text)
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         interpolated = "${" in str(values)
-    # PyYAML's constructors raise what Python does: `!!int ""`, `!!timestamp x`, nested brackets;
-    # OmegaConf asserts: 'true'
+    # PyYAML's constructors raise Python's own errors, e.g. for `!!int ""`, `!!timestamp x` and deep
+    # nesting. OmegaConf raises an AssertionError for a document such as `true`.
     except (YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError,
             RecursionError, ArithmeticError, AssertionError) as error:
         raise ValueError(f"{where} is not YAML: {short(error)}; {remedy}") from error
@@ -64,21 +67,24 @@ def read_yaml(path: str | Path, what: str = "config file",
         reason = error.strerror or error
         raise ValueError(f"{where} cannot be read ({reason}); {remedy}") from error
     if not isinstance(values, kind):
-        raise ValueError(f"{where} holds a {type(values).__name__}, not a {_NAMES[kind]}; {remedy}")
+        raise ValueError(f"{where} contains a {type(values).__name__}, not a {_NAMES[kind]}; "
+                         f"{remedy}")
     if interpolated:
-        raise ValueError(f"{where} uses an interpolation ${{...}}; write the value in its place")
+        raise ValueError(f"{where} uses an interpolation ${{...}}; replace it with the value")
     return values
 
 
 def _check_size(text: str) -> None:
-    """`ValueError` where a text would become too much: a few aliases can multiply to any size."""
+    """Raise a `ValueError` if a text is too large, including after aliases are expanded: a few
+    aliases can multiply to any size.
+    """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
     import yaml
 
     scanner = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    named: dict[str, int] = {}  # values below each anchor
-    open_values: list[tuple[str | None, int]] = []  # anchor and values so far of each open bracket
+    named: dict[str, int] = {}  # number of values below each anchor
+    open_values: list[tuple[str | None, int]] = []  # anchor and number of values of open brackets
     for event in yaml.parse(text, Loader=scanner):
         if isinstance(event, yaml.CollectionStartEvent):
             open_values.append((event.anchor, 0))
@@ -89,7 +95,7 @@ def _check_size(text: str) -> None:
             anchor, values = open_values.pop()
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in named:
-                raise ValueError(f"*{event.anchor} stands for nothing before it")
+                raise ValueError(f"the alias *{event.anchor} has no anchor before it")
             anchor, values = None, named[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             anchor, values = event.anchor, 0
@@ -102,4 +108,4 @@ def _check_size(text: str) -> None:
             outer, before = open_values[-1]
             open_values[-1] = outer, before + values
             if before + values > MAX_VALUES:
-                raise ValueError(f"more than {MAX_VALUES} values; write aliases (*name) out")
+                raise ValueError(f"more than {MAX_VALUES} values; write out the aliases (*name)")

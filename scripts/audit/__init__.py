@@ -1,5 +1,6 @@
-"""Is an expert-parallel training step right? Its loss, gradients and norm against a dense
-reference, whatever framework it is written in.
+"""Check an expert-parallel training step of any framework.
+
+The audit compares the loss, the gradients and the gradient norm with a dense reference.
 """
 
 from scripts.audit.contract import AuditTarget, Batch, HeldPart, load

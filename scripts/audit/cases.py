@@ -1,4 +1,4 @@
-"""The steps that an audit makes: worlds of ranks, loads, and what a training step can have."""
+"""The training steps of an audit: numbers of ranks, loads, and features of a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from scripts.audit.contract import Batch, Target
 from scripts.audit.reference import SEED, DenseModel, Reference, reference
 
-MICRO_BATCHES = 3  # a number that no world has ranks
+MICRO_BATCHES = 3  # differs from every number of ranks, so that factors can be distinguished
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of step. needs: what a target must support for it."""
+    """One kind of step. needs: the abilities that a target must support for this scenario."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -46,9 +46,9 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario in a world of `ranks` with expert-parallel groups of `ep`.
+    """A scenario on `ranks` ranks with expert-parallel groups of size `ep`.
 
-    shared: how many ranks in a row hold the same tokens; they are one source.
+    shared: the number of consecutive ranks that have the same tokens. These ranks are one source.
     """
 
     ranks: int
@@ -58,21 +58,21 @@ class Case:
 
     @property
     def sources(self) -> int:
-        """Ranks, or groups of ranks, with tokens of their own."""
+        """The number of sources, which are ranks or groups of ranks with different tokens."""
         return self.ranks // self.shared
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same expert."""
+        """The number of ranks that store the same expert."""
         return self.ranks // self.ep
 
     @property
     def micro_batches(self) -> int:
-        """Of each rank in a step."""
+        """The number of micro-batches of each rank in a step."""
         return self.scenario.micro_batches
 
     def source_of(self, rank: int) -> int:
-        """Whose tokens a rank has."""
+        """Return the source of a rank's tokens."""
         return rank // self.shared
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Case:
 
 
 class Question:
-    """A case with its tokens, weights, and the answer that is right."""
+    """A case with its tokens, its weights and the right answer."""
 
     def __init__(self, model: DenseModel, case: Case) -> None:
         self.model, self.case = model, case
@@ -98,26 +98,27 @@ class Question:
 
     @cached_property
     def right(self) -> Reference:
-        """What the dense reference finds."""
+        """The losses and gradients of the dense reference."""
         return reference(self.model, self.weights, self.data)
 
     @cached_property
     def clip(self) -> float | None:
-        """A bound that every right norm exceeds."""
+        """A bound for clipping that is smaller than the right norm."""
         return self.right.norm() / 2 if self.case.scenario.clipped else None
 
     def batch(self, rank: int, dtype: torch.dtype) -> Batch:
-        """What a rank trains on."""
-        def given(x: Tensor) -> Tensor:
+        """Return the batch of a rank."""
+        def converted(x: Tensor) -> Tensor:
             return x.to(dtype) if x.is_floating_point() else x
 
-        mine = [(given(x), given(y)) for x, y in self.data[self.case.source_of(rank)]]
-        return Batch(mine, int(self.right.tokens.sum()), self.clip, self.case.scenario.recompute)
+        micro = [(converted(x), converted(y)) for x, y in self.data[self.case.source_of(rank)]]
+        return Batch(micro, int(self.right.tokens.sum()), self.clip, self.case.scenario.recompute)
 
 
 def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple[int, int]]:
-    """Numbers of ranks and sizes of expert-parallel groups to try; a target that does not take the
-    second one gets as many as there are ranks.
+    """Yield the numbers of ranks and the sizes of expert-parallel groups to try.
+
+    For a target that does not accept a size, the group contains all ranks.
     """
     for number in ranks:
         sizes = [ep for ep in (4, 2) if number % ep == 0 and experts % ep == 0]
@@ -128,7 +129,7 @@ def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple
 
 
 def cases(target: Target, ranks: int, ep: int) -> list[Case]:
-    """What a target can take in one world."""
+    """Return the cases with these ranks that a target supports."""
     shared = target.tokens_shared(ranks, ep)
     return [Case(ranks, ep, scenario, shared) for scenario in SCENARIOS
             if target.supports.issuperset(scenario.needs)

@@ -1,4 +1,4 @@
-"""`moe-plugin audit`: whether a training step with experts over ranks is right."""
+"""The command `moe-plugin audit`, which checks expert-parallel training steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 from moe_plugin.utils.messages import short
 
-MOST_RANKS = 64  # processes of one machine
+MOST_RANKS = 64  # the largest number of processes on one machine
 
 EXAMPLES = """examples:
   moe-plugin audit mine.py                 # build(ranks) and step(batch) of that file
@@ -18,44 +18,45 @@ EXAMPLES = """examples:
 
 
 def audit_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin audit`."""
+    """Add the options of `moe-plugin audit`."""
     from scripts.audit.run import TIMEOUT_S, TOLERANCE
     from scripts.audit.targets import TARGETS
 
     p.epilog, p.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
     p.description = (
         "Runs training steps of a tiny model on gloo processes of this machine, and compares the\n"
-        "loss, every gradient and the norm with a dense computation in float64. Exit status 1:\n"
-        "something is wrong; the answer names it, the factor and the likely cause.")
+        "loss, every gradient and the norm with a dense computation in float64. If something is\n"
+        "wrong, the exit status is 1, and the output states the fault, its factor and its likely\n"
+        "cause.")
     p.add_argument("targets", nargs="+", metavar="TARGET",
-                   help="file.py, file.py:name, module or module:name with build(ranks) and "
-                        f"step(batch); or one of {', '.join(TARGETS)}")
+                   help="file.py, file.py:name, module or module:name that defines build(ranks) "
+                        f"and step(batch), or one of {', '.join(TARGETS)}")
     p.add_argument("--ranks", default="1,2,4", metavar="A,B",
                    help="numbers of processes (default: %(default)s)")
     p.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S",
-                   help="of a step; a hang is reported after it (default: %(default)s)")
+                   help="seconds after which a step counts as a hang (default: %(default)s)")
     p.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X",
-                   help="relative error that counts as right (default: %(default)s)")
+                   help="largest relative error that counts as right (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Audit every target; 1 if one has a fault."""
+    """Audit every target, and return 1 if a target has a fault."""
     from scripts.audit.report import text
     from scripts.audit.targets import audit_named
 
     for name, value in (("timeout", args.timeout), ("tolerance", args.tolerance)):
         if not 0 < value < math.inf:
             raise ValueError(f"--{name} {value} must be a number > 0")
-    found = []
+    audits = []
     for name in args.targets:
-        found.append(audit_named(name, _ranks(args.ranks), timeout_s=args.timeout,
-                                 tolerance=args.tolerance))
+        audits.append(audit_named(name, _ranks(args.ranks), timeout_s=args.timeout,
+                                  tolerance=args.tolerance))
         if not args.json:
-            print(text(found[-1]), flush=True)
+            print(text(audits[-1]), flush=True)
     if args.json:
-        print(json.dumps({"audits": [each.as_json() for each in found]}, indent=2))
-    return int(any(not each.right for each in found))
+        print(json.dumps({"audits": [audited.as_json() for audited in audits]}, indent=2))
+    return int(any(not audited.right for audited in audits))
 
 
 def _ranks(words: str) -> list[int]:

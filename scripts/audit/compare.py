@@ -1,9 +1,9 @@
-"""What a step gave against what is right: pure functions over tensors.
+"""Compare the results of a step with the right results.
 
-A gradient is the sum of what the tokens of each source (rank) and micro-batch add to it. The
-reference has these summands apart, so a wrong gradient is written as their sum with coefficients,
-and the coefficients say what went wrong: all 2, all 1/EP, only this rank's, only the last
-micro-batch's.
+A gradient is a sum over the tokens of each source (rank) and micro-batch. The reference stores
+these summands separately, so that a wrong gradient can be written as their sum with coefficients.
+The coefficients show the mistake: all are 2, all are 1/EP, only those of this rank are not 0, or
+only those of the last micro-batch are not 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.audit.cases import Case, Question
 from scripts.audit.reference import Reference
 from scripts.audit.world import RankStep
 
-EPSILON = 1e-6  # torch's, in the factor of clipping
+EPSILON = 1e-6  # the constant in torch's factor of clipping
 
 RIGHT, FACTOR, OWN, GROUP = "right", "factor", "own tokens only", "own group only"
 LAST, MEANS, SUM = "last micro-batch only", "mean of means", "unequal factors"
@@ -28,14 +28,18 @@ MISSING, ZERO, NOT_ZERO, OTHER = "missing", "zero", "not zero", "not a multiple"
 
 @dataclass(frozen=True)
 class Observation:
-    """One tensor (of experts: one expert), loss or norm of one rank in one case.
+    """The comparison of one tensor, loss or norm of one rank in one case.
 
     Attributes:
-        what: name of the tensor; `loss` or `norm`.
-        readings: every explanation that fits, with its factor. Of a gradient, constants above; the
-            factor is what was found over what the explanation predicts; nan: both are 0. Of a norm,
-            what it counts; the factor is the norm over the right one.
-        error: relative to what is right.
+        case: the case.
+        what: the name of the tensor, or `loss` or `norm`.
+        rank: the rank.
+        readings: every explanation that fits, with its factor. The explanations of a gradient are
+            the constants above, and the factor is the gradient divided by the gradient that the
+            explanation predicts, or NaN if both are 0. The explanations of a norm describe what
+            it counts, and the factor is the norm divided by the right norm.
+        error: the relative error.
+        expert: the index of the expert if the tensor belongs to experts. Otherwise None.
     """
 
     case: Case
@@ -47,21 +51,21 @@ class Observation:
 
     @property
     def right(self) -> bool:
-        """Whether it is what it must be."""
+        """Whether the value is right."""
         return RIGHT in self.readings
 
 
 def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> list[Observation]:
-    """All of one case; every rank has come to its end.
+    """Compare all results of one case in which every rank has completed its step.
 
-    tolerance: relative error of what counts as right.
+    tolerance: the largest relative error that counts as right.
     """
     case, right = question.case, question.right
     unclipped = {step.rank: _scale(question.clip, step.norm) for step in steps}
     found = list(_losses(case, right, [step.loss for step in steps], tolerance))
     for step in steps:
         for name, rows in right.grads.items():
-            size = float(rows.sum((0, 1)).norm())  # what is small compared with it counts as zero
+            size = float(rows.sum((0, 1)).norm())  # values that are small relative to it are zero
             for expert, ids, g in _tensors(question, name, step):
                 readings, error = read_gradient(
                     case, step.rank, right.tokens, rows[..., ids],
@@ -73,7 +77,7 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
 
 
 def _scale(clip: float | None, norm: float | None) -> float:
-    """By what clipping has multiplied the gradients."""
+    """Return the factor by which clipping has multiplied the gradients."""
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, clip / (norm + EPSILON))
@@ -81,9 +85,9 @@ def _scale(clip: float | None, norm: float | None) -> float:
 
 def _tensors(question: Question, name: str, step: RankStep
              ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """The rank's parts of a tensor as one; of experts, one expert after the other.
+    """Yield the rank's parts of a tensor as one gradient, or one gradient per expert.
 
-    Where some parts have no gradient and others have, it is zero there.
+    If only some parts have a gradient, the gradient of the remaining parts is zero.
     """
     parts = step.grads.get(name, [])
     if not parts:
@@ -101,19 +105,22 @@ def _tensors(question: Question, name: str, step: RankStep
     whole = question.weights[name]
     owner = ids // (whole.numel() // len(whole))
     for expert in owner.unique().tolist():
-        its = owner == expert
-        yield expert, ids[its], None if bool(without[its].all()) else g[its]
+        belongs = owner == expert
+        yield expert, ids[belongs], None if bool(without[belongs].all()) else g[belongs]
 
 
 def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Tensor | None,
                   tolerance: float, size: float) -> tuple[dict[str, float], float]:
-    """Readings and relative error of one gradient.
+    """Return the readings and the relative error of one gradient.
 
     Args:
-        tokens_SM: tokens of each source and micro-batch.
-        rows_SMn: what each adds to the right gradient.
-        g_n: what the rank has, None where it has none.
-        size: norm of the gradient of which this may be a small part.
+        case: the case.
+        rank: the rank that has the gradient.
+        tokens_SM: the number of tokens of each source and micro-batch.
+        rows_SMn: the contribution of each source and micro-batch to the right gradient.
+        g_n: the gradient of the rank, or None if the rank has no gradient.
+        tolerance: the largest relative error that counts as right.
+        size: the norm of the whole tensor's gradient, of which this gradient may be a small part.
     """
     right_n = rows_SMn.sum((0, 1))
     norm, zero = float(right_n.norm()), tolerance * size
@@ -144,13 +151,13 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
 
 
 def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Explanations, and the coefficients [S, M] of the summands under each, up to a factor."""
+    """Yield explanations with the coefficients [S, M] of the summands, up to a factor."""
     ones_SM = torch.ones_like(tokens_SM)
     source_S = torch.arange(case.sources)
     mine, groups = case.source_of(rank), max(1, case.ep // case.shared)
     yield FACTOR, ones_SM
     yield OWN, ones_SM * (source_S == mine)[:, None]
-    if 1 < groups < case.sources:  # of neighbours, or of every so manieth rank
+    if 1 < groups < case.sources:  # a group may consist of neighbours or of ranks at a distance
         yield GROUP, ones_SM * (source_S // groups == mine // groups)[:, None]
         apart = case.sources // groups
         yield GROUP, ones_SM * (source_S % apart == mine % apart)[:, None]
@@ -163,7 +170,7 @@ def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str,
 
 
 def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> bool:
-    """Whether a gradient is a sum of the summands, each with any factor."""
+    """Return whether a gradient is a sum of the summands with arbitrary factors."""
     rows = rows_SMn.flatten(0, 1)
     rows = rows[rows.norm(dim=1) > zero]
     if len(rows) >= len(g_n):
@@ -174,13 +181,17 @@ def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> boo
 
 def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolerance: float
             ) -> Iterator[Observation]:
-    """Every rank's loss is the mean over all tokens, or over its own (by micro-batches or not)."""
+    """Compare the losses of all ranks.
+
+    A loss is right if it is the mean over all tokens, or over the rank's tokens, or over the means
+    of its micro-batches.
+    """
     mean_SM = right.losses / right.tokens.clamp(min=1)
     own_S, all_S = right.losses.sum(1) / right.tokens.sum(1).clamp(min=1), torch.ones(case.sources)
     expected = ((FACTOR, all_S * right.loss, False), (FACTOR, own_S, True),
                 (FACTOR, mean_SM.mean(1), True), (MEANS, all_S * own_S.mean(), False),
                 (MEANS, all_S * mean_SM.mean(), False))
-    nothing_S = right.tokens.sum(1) == 0  # its own mean may be anything
+    nothing_S = right.tokens.sum(1) == 0  # a source without tokens has no mean to compare
     readings: dict[str, float] = {}
     for pattern, values_S, own in expected:
         sources = [case.source_of(rank) for rank in range(case.ranks)]
@@ -199,14 +210,14 @@ def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolera
 
 def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int, float],
            tolerance: float) -> Iterator[Observation]:
-    """The norm that each rank clips by, against that of the gradients that there are.
+    """Compare the norm by which each rank clips with the norm of the actual gradients.
 
-    None where ranks that hold the same parameter have different gradients of it.
+    Nothing is compared if ranks that store the same parameter have different gradients of it.
     """
     experts = question.model.experts
     squares = {name: _squares(name, w.numel(), steps, unclipped)
                for name, w in question.weights.items()}
-    if not all(each.agree(tolerance) for each in squares.values()):
+    if not all(squared.agree(tolerance) for squared in squares.values()):
         return
     total = {kind: sum(float(s.mean()) for n, s in squares.items() if (n in experts) is kind)
              for kind in (True, False)}
@@ -222,7 +233,7 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
 
 @dataclass(frozen=True)
 class _Squares:
-    """Squares of a gradient's elements over the ranks that hold them, and each rank's own sum."""
+    """The squares of a gradient's elements over the ranks that store them, and sums by rank."""
 
     sum_n: Tensor
     largest_n: Tensor
@@ -230,13 +241,13 @@ class _Squares:
     of_rank: dict[int, Tensor]
 
     def agree(self, tolerance: float) -> bool:
-        """Whether all ranks that hold an element have the same value."""
+        """Return whether all ranks that store an element have the same value."""
         mean_n = self.sum_n / self.holders_n.clamp(min=1)
         apart_n = (self.largest_n - mean_n).clamp(min=0)
         return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
 
     def mean(self) -> Tensor:
-        """The squared norm, each element counted once."""
+        """Return the squared norm, in which each element counts once."""
         return (self.sum_n / self.holders_n.clamp(min=1)).sum()
 
 
@@ -257,23 +268,29 @@ def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping
 
 def counted(norm: float, experts: float, dense: float, own: Sequence[float], rank: int, case: Case,
             tolerance: float) -> dict[str, float]:
-    """What a norm may count: every reading that gives its value.
+    """Return every explanation of a norm that gives its value.
 
     Args:
-        experts, dense, own: squared norms of all experts, of all else, of each rank's experts.
+        norm: the norm of a rank.
+        experts: the squared norm of all experts.
+        dense: the squared norm of all other parameters.
+        own: the squared norms of each rank's experts.
+        rank: the rank.
+        case: the case.
+        tolerance: the largest relative error that counts as equal.
     """
     readings = {
         RIGHT: experts + dense, "counts only this rank's experts": own[rank] + dense,
         "leaves out the experts": dense, "leaves out all but the experts": experts,
         "leaves out all but this rank's experts": own[rank],
         "is the mean of the ranks' own norms": (
-            sum(math.sqrt(each + dense) for each in own) / len(own))**2}
+            sum(math.sqrt(squared + dense) for squared in own) / len(own))**2}
     for words, times in (("for each rank of its group", case.ep),
                          ("for each replica", case.replicas),
                          ("for each rank", case.ranks), ("twice", 2)):
         readings |= {
             f"counts an expert {words}": times * experts + dense,
-            f"counts what is no expert {words}": experts + times * dense,
+            f"counts other parameters {words}": experts + times * dense,
             f"counts everything {words}": times * (experts + dense)}
     right = math.sqrt(experts + dense)
     return {reading: norm / right for reading, value in readings.items()

@@ -1,4 +1,7 @@
-"""What an audit asks of a training step: two functions, and where this rank's parameters belong."""
+"""The interface between an audit and a training step.
+
+A training step consists of two functions, and it states which parts of the model each rank has.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,14 @@ ABILITIES = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank trains on in one step.
+    """The data of one rank for one step.
 
     Attributes:
-        micro_batches: (x, y) of each; of `TINY` x and y are [T, 8].
-        tokens: T summed over the micro-batches of all ranks; the loss is the mean over them.
-        clip: bound of the gradients' norm; None: not clipped.
-        recompute: compute the layer again in backward.
+        micro_batches: the pairs (x, y). For the model `TINY`, x and y are [T, 8].
+        tokens: the number of tokens in the micro-batches of all ranks. The loss is the mean over
+            these tokens.
+        clip: the bound of the gradient norm. None if gradients are not clipped.
+        recompute: whether the layer is recomputed in the backward pass.
     """
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
@@ -39,14 +43,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A tensor of this rank and its place in the whole one.
+    """A tensor of this rank and its position in the whole tensor.
 
     Attributes:
-        tensor: parameter of this rank. A DTensor knows its place; `where` is not read then.
-        where: index into the whole tensor, such as `slice(2, 4)`: the experts 2 and 3.
-        here: index into `tensor`, where it holds more than this part.
-        transposed: the two last dimensions are exchanged.
-        grad: returns the gradient, where it is neither in `.grad` nor in `.main_grad`.
+        tensor: the parameter of this rank. If it is a DTensor, `where` is not used, because a
+            DTensor knows its position.
+        where: the index into the whole tensor, such as `slice(2, 4)` for the experts 2 and 3.
+        here: the index into `tensor`, if `tensor` contains more than this part.
+        transposed: whether the last two dimensions are exchanged.
+        grad: a function that returns the gradient, if the gradient is neither in `.grad` nor in
+            `.main_grad`. Optional.
     """
 
     tensor: Tensor
@@ -60,27 +66,31 @@ Parts = Mapping[str, Tensor | HeldPart | Sequence[HeldPart]]
 
 
 class AuditTarget(Protocol):
-    """A training step to audit. `load` also takes a module with `build` and `step`.
+    """A training step to audit. `load` also accepts a module with `build` and `step`.
 
-    Optional attributes: `supports` (of `ABILITIES`), `model` (a `DenseModel`), `dtype` of the
-    batches (float32), `tokens_shared(ranks, ep)`: how many ranks in a row get the same tokens.
+    A target may have these attributes: `supports`, some of `ABILITIES`; `model`, a `DenseModel`;
+    `dtype`, the dtype of the batches, float32 by default; and `tokens_shared(ranks, ep)`, a
+    function that returns the number of consecutive ranks with the same tokens.
     """
 
     def build(self, ranks: int) -> Parts:
-        """Build the model of this rank; its parts by the names of the whole tensors.
+        """Build the model of this rank, and return its parts by the names of the whole tensors.
 
-        With a second argument `ep`, the audit also asks for sizes of expert-parallel groups.
+        If the function has a second argument `ep`, the audit also tries several sizes of
+        expert-parallel groups.
         """
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        """A training step up to the optimizer, from zeroed gradients: `loss`, and `norm` if it
-        clips.
+        """Make a training step up to the optimizer, starting from zeroed gradients.
+
+        Returns:
+            `loss`, and `norm` if the step clips gradients.
         """
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded `AuditTarget`, with what it leaves out filled in."""
+    """A loaded `AuditTarget` with defaults for missing attributes."""
 
     name: str
     build: Callable[..., Parts]
@@ -92,36 +102,37 @@ class Target:
 
     @property
     def takes_ep(self) -> bool:
-        """Whether `build` asks for the size of the expert-parallel group."""
+        """Whether `build` accepts the size of the expert-parallel group."""
         return "ep" in inspect.signature(self.build).parameters
 
 
 def load(name: str) -> Target:
-    """The target that a name means: `module`, `module:name`, `file.py` or `file.py:name`.
+    """Load a target by a name such as `module`, `module:name`, `file.py` or `file.py:name`.
 
     Raises:
-        ValueError: it is not found, has no `build` or `step`, or supports something unknown.
+        ValueError: if the target is not found, has no `build` or `step`, or supports an unknown
+            ability.
     """
     path, _, attribute = name.partition(":")
-    found: Any = _import(path)
+    target: Any = _import(path)
     for part in attribute.split(".") if attribute else ():
-        if not hasattr(found, part):
-            raise ValueError(f"{name!r}: {path} has no {part!r}; give a class or object of it "
-                             "that has build(ranks) and step(batch)")
-        found = getattr(found, part)
-    if inspect.isclass(found):
-        found = found()
-    missing = [f for f in ("build", "step") if not callable(getattr(found, f, None))]
+        if not hasattr(target, part):
+            raise ValueError(f"{name!r}: {path} has no {part!r}. Pass the name of a class or an "
+                             "object that has build(ranks) and step(batch)")
+        target = getattr(target, part)
+    if inspect.isclass(target):
+        target = target()
+    missing = [f for f in ("build", "step") if not callable(getattr(target, f, None))]
     if missing:
-        raise ValueError(f"{name!r} has no function {' and no '.join(missing)}; an audit needs "
+        raise ValueError(f"{name!r} has no function {' and no '.join(missing)}. An audit needs "
                          "build(ranks) and step(batch)")
-    supports = frozenset(getattr(found, "supports", ()))
+    supports = frozenset(getattr(target, "supports", ()))
     if unknown := supports.difference(ABILITIES):
-        raise ValueError(f"supports={sorted(unknown)} of {name!r} must be among "
-                         f"{', '.join(ABILITIES)}")
-    optional = {key: getattr(found, key) for key in ("model", "dtype", "tokens_shared")
-                if hasattr(found, key)}
-    return Target(name, found.build, found.step, supports, **optional)
+        raise ValueError(f"supports={sorted(unknown)} of {name!r} contains unknown abilities. The "
+                         f"known abilities are {', '.join(ABILITIES)}")
+    optional = {key: getattr(target, key) for key in ("model", "dtype", "tokens_shared")
+                if hasattr(target, key)}
+    return Target(name, target.build, target.step, supports, **optional)
 
 
 def _import(path: str) -> Any:
@@ -131,10 +142,10 @@ def _import(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{path}.".startswith(f"{error.name}."):
                 raise
-            raise ValueError(f"{path!r} is neither a known target nor a module that Python finds; "
-                             "give the path of a .py file, or set PYTHONPATH") from error
+            raise ValueError(f"{path!r} is neither a known target nor a module that Python finds. "
+                             "Pass the path of a .py file, or set PYTHONPATH") from error
     if not os.path.isfile(path):
-        raise ValueError(f"{path!r} is not a file; give the path of a .py file with build(ranks) "
+        raise ValueError(f"{path!r} is not a file. Pass the path of a .py file with build(ranks) "
                          "and step(batch)")
     unique = f"moe_plugin_audit_{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(unique, path)
@@ -146,32 +157,34 @@ def _import(path: str) -> Any:
 
 def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
            ) -> Iterator[tuple[str, HeldPart, Tensor]]:
-    """Name, part, and the part's places in the flattened whole tensor, int64 of its shape.
+    """Yield the name of each part, the part, and its positions in the flattened whole tensor.
+
+    The positions are int64 and have the shape of the part.
 
     Raises:
-        ValueError: a name that the whole model does not have, a tensor that is nowhere, or a part
-            of another shape than its place.
+        ValueError: if the names of the parts and of the whole model differ, or if the shape of a
+            part does not match its position.
     """
     if set(parts) != set(shapes):
-        raise ValueError(f"build returned parts of {', '.join(sorted(parts))}; the whole model has "
-                         f"{', '.join(sorted(shapes))}")
+        raise ValueError(f"build returned parts of {', '.join(sorted(parts))}, but the whole model "
+                         f"has {', '.join(sorted(shapes))}")
     for name, value in parts.items():
         shape = tuple(shapes[name])
         ids = torch.arange(torch.Size(shape).numel()).view(shape)
-        for one in [value] if isinstance(value, (Tensor, HeldPart)) else value:
-            part = one if isinstance(one, HeldPart) else HeldPart(one)
+        for given in [value] if isinstance(value, (Tensor, HeldPart)) else value:
+            part = given if isinstance(given, HeldPart) else HeldPart(given)
             where = ids[_dtensor_place(part.tensor) if is_sharded(part.tensor) else part.where]
             held = local(part).shape
             if held != where.shape:
                 raise ValueError(
-                    f"{name}: a part of shape {tuple(held)} at a place of shape "
-                    f"{tuple(where.shape)}; give HeldPart(tensor, where), where whole[where] has "
-                    "its shape")
+                    f"{name}: the part has the shape {tuple(held)}, but its position in the whole "
+                    f"tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, where) such "
+                    "that whole[where] has the shape of the part")
             yield name, part, where
 
 
 def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
-    """The view that a part is, of its parameter or of a tensor of that shape."""
+    """Return the view of a part into its parameter, or into another tensor of the same shape."""
     tensor = part.tensor if tensor is None else tensor
     held = tensor.to_local() if is_sharded(tensor) else tensor
     held = held.detach()[part.here]
@@ -179,16 +192,17 @@ def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
 
 
 def gradient(part: HeldPart) -> Tensor | None:
-    """Its gradient as a view of the part's shape; None if it has none."""
+    """Return the gradient of a part as a view of the part's shape, or None without a gradient."""
     if part.grad is not None:
-        found = part.grad()
+        grad = part.grad()
     else:
-        found = part.tensor.grad
-        if found is None:
-            found = getattr(part.tensor, "main_grad", None)
-    if is_sharded(part.tensor) and is_sharded(found):  # all ranks come here, or none
-        found = found.redistribute(part.tensor.device_mesh, part.tensor.placements)
-    return None if found is None else local(part, found)
+        grad = part.tensor.grad
+        if grad is None:
+            grad = getattr(part.tensor, "main_grad", None)
+    # collective: all ranks have sharded tensors here, or no rank has
+    if is_sharded(part.tensor) and is_sharded(grad):
+        grad = grad.redistribute(part.tensor.device_mesh, part.tensor.placements)
+    return None if grad is None else local(part, grad)
 
 
 def _dtensor_place(tensor: Any) -> tuple[slice, ...]:

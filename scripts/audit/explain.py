@@ -1,8 +1,8 @@
-"""What is wrong, in a sentence: findings from the observations of all cases.
+"""Derive findings from the observations of all cases, and describe each in a sentence.
 
-A factor has a name where one expression gives it in every case, those included in which it is 1:
-2.0 on two ranks may be EP, the number of ranks, or a loss counted twice; one rank and groups of two
-in four ranks tell them apart.
+A factor gets a name if one expression gives its value in every case, including the cases in which
+it is 1. For example, the factor 2.0 on two ranks may be EP, the number of ranks, or a loss that is
+counted twice. Cases with one rank, and with groups of two in four ranks, distinguish them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from scripts.audit.compare import (
 )
 from scripts.audit.world import RankStep
 
-NEAR = 5e-3  # a factor is an expression's where it differs by less, relatively
+NEAR = 5e-3  # the largest relative difference between a factor and its expression
 HANG, ERROR = "hang", "error"
 EXPERTS, DENSE, ALL = "experts", "dense", "all"
-# what a factor can be, the likelier first; `ranks` counts those with tokens of their own
+# The expressions for factors, the most likely first. `ranks` counts ranks with different tokens.
 SIZES: dict[str, Callable[[Case], float]] = {
     "EP": lambda c: c.ep, "ranks": lambda c: c.sources, "replicas": lambda c: c.replicas,
     "micro-batches": lambda c: c.micro_batches, "2": lambda c: 2,
@@ -49,12 +49,12 @@ CAUSES: dict[tuple[str, str], str] = {
                      "group, and an average over the replicas leaves this factor",
     (EXPERTS, "ranks"): "expert gradients are summed over the ranks and never divided by their "
                         "number (data-parallel averaging leaves them out)",
-    (EXPERTS, "1/ranks"): "expert gradients are divided by the number of ranks once more",
+    (EXPERTS, "1/ranks"): "expert gradients are divided by the number of ranks once too often",
     (EXPERTS, "replicas"): "expert gradients are summed over their replicas, not averaged",
     (EXPERTS, "1/replicas"): "expert gradients are averaged over their replicas once too often, or "
-                             "not summed over them",
+                             "are not summed over them",
     (DENSE, "ranks"): "gradients outside the experts are summed over the ranks, not averaged",
-    (DENSE, "1/ranks"): "gradients outside the experts are averaged over the ranks once more",
+    (DENSE, "1/ranks"): "gradients outside the experts are averaged over the ranks once too often",
     (DENSE, "EP"): "gradients outside the experts are summed over the expert-parallel group, not "
                    "averaged",
     (DENSE, "1/EP"): "gradients outside the experts have an extra average over the expert-parallel "
@@ -66,46 +66,49 @@ CAUSES: dict[tuple[str, str], str] = {
     (ALL, "1/micro-batches"): f"{_SHARE}divided by the number of micro-batches twice",
     (ALL, "2"): f"{_SHARE}counted twice",
     (ALL, "1/2"): f"{_SHARE}halved",
-    (ALL, "shared ranks"): "ranks that hold the same tokens each count them",
+    (ALL, "shared ranks"): "tokens are counted by each of the ranks that share them",
 }
-_PLAIN = {scope: f"all gradients{which} are scaled: a loss scale, or one division too many"
+_PLAIN = {scope: f"all gradients{which} are scaled by a loss scale or an unnecessary division"
           for scope, which in ((EXPERTS, " of the experts"), (DENSE, " outside the experts"),
                                (ALL, ""))}
 PATTERNS: dict[str, str] = {
     OWN: "a missing all-reduce: each rank keeps the gradient of its own tokens",
-    GROUP: "a missing all-reduce between the replicas of an expert (the ranks of different "
-           "expert-parallel groups that hold it)",
-    LAST: "gradients are overwritten by each micro-batch instead of added up",
-    MEANS: "the mean over the ranks' (or micro-batches') own means, where tokens differ: divide "
-           "each sum by the tokens of all",
-    MISSING: "there is no gradient: a detached path, a parameter left out of backward, or a hook "
-             "that took it away",
-    ZERO: "the gradient is zero: a detached path, or zeroed after backward",
-    NOT_ZERO: "an expert without tokens has a gradient: rows of padding, or of other experts, "
-              "reach it",
-    SUM: "ranks or micro-batches count with different weights, or some do not count",
-    OTHER: "something else is computed: dropped tokens, other routing weights, a path of the "
-           "gradient that is missing",
+    GROUP: "a missing all-reduce between the replicas of an expert, which are ranks of different "
+           "expert-parallel groups",
+    LAST: "each micro-batch overwrites the gradients instead of adding to them",
+    MEANS: "the means of ranks or micro-batches with different numbers of tokens are averaged: "
+           "divide each sum by the number of all tokens instead",
+    MISSING: "there is no gradient: the path is detached, the parameter is left out of the "
+             "backward pass, or a hook removed the gradient",
+    ZERO: "the gradient is zero: the path is detached, or the gradient was zeroed after the "
+          "backward pass",
+    NOT_ZERO: "an expert without tokens has a gradient: it receives rows of padding or of other "
+              "experts",
+    SUM: "ranks or micro-batches count with different weights, or some of them do not count",
+    OTHER: "the step computes something else: it drops tokens, uses other routing weights, or "
+           "lacks a path of the gradient",
 }
 NORMS = {
     "counts only this rank's experts": "each rank clips by its own norm: the squared norms of the "
                                        "experts are not summed over the expert-parallel group",
-    "is the mean of the ranks' own norms": "norms, each with the rank's own experts alone, are "
-                                           "averaged: sum the squares of the experts instead",
+    "is the mean of the ranks' own norms": "the ranks average norms that each include only the "
+                                           "rank's own experts: sum the squares of the experts "
+                                           "over the ranks instead",
     "leaves out the experts": "experts are left out of the norm",
     "counts an expert for each rank of its group": "the squared norm of experts that differ from "
                                                    "rank to rank is summed too often",
-    "counts an expert for each replica": "replicas of an expert are counted each: sum over one "
+    "counts an expert for each replica": "each replica of an expert is counted: sum over only one "
                                          "expert-parallel group",
-    "counts an expert twice": "experts are both among all parameters and among the experts",
-    "counts what is no expert for each rank": "squared norms are summed over all ranks, though "
+    "counts an expert twice": "experts are counted with all parameters and again separately",
+    "counts other parameters for each rank": "squared norms are summed over all ranks, though "
                                               "parameters outside the experts are the same there",
 }
 
 
 ONLY = {
-    ("recompute", "2"): "computed again in backward, and its gradient added up both times",
-    ("clipping", "2"): "the norm is right, and the gradients are not scaled by it",
+    ("recompute", "2"): "the layer is recomputed in the backward pass, and the gradients of both "
+                        "computations are added",
+    ("clipping", "2"): "the norm is right, but the gradients are not scaled by it",
 }
 
 
@@ -114,13 +117,15 @@ class AuditFinding:
     """One fault.
 
     Attributes:
-        names: tensors that have it (or `loss`, `norm`, `step`).
-        pattern: what kind; see `compare`.
-        factor: an expression, a number, or what a norm counts; empty: none.
-        cause: the likely one.
-        only: the feature of a step without which it does not happen; empty: it does.
-        cases, of: in how many cases, and how many were tried.
-        example: one case, with its number or with what each rank waits for.
+        names: the affected tensors, or `loss`, `norm` or `step`.
+        pattern: the kind of fault; see `compare`.
+        factor: an expression, a number or a description of a norm. Empty without a factor.
+        cause: the likely cause.
+        only: the feature of a step without which the fault does not occur. Empty if the fault does
+            not depend on a single feature.
+        cases: the number of cases with this fault.
+        of: the number of cases that were tried.
+        example: one case, with its numbers or with the calls in which the ranks wait.
     """
 
     names: tuple[str, ...]
@@ -134,9 +139,9 @@ class AuditFinding:
 
 
 def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[AuditFinding]:
-    """The faults; none where everything is right. experts: names of their tensors."""
+    """Return all faults. experts: the names of the tensors of experts."""
     by_name: dict[str, list[Observation]] = {}
-    # gradients clipped by a wrong norm are wrong by it
+    # a wrong norm makes all clipped gradients wrong, so such gradients are not reported separately
     norm_wrong = {o.case for o in observations if o.what == "norm" and not o.right}
     for o in observations:
         if o.what in ("loss", "norm") or o.case not in norm_wrong:
@@ -152,7 +157,7 @@ def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list
 
 
 def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
-    """The patterns that explain the most of what is wrong, each with what it explains."""
+    """Yield the patterns that explain most of the faults, with the faults they explain."""
     left = [o for o in observations if not o.right]
     while left:
         patterns = dict.fromkeys(pattern for o in left for pattern in o.readings)
@@ -190,7 +195,10 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 
 
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
-    """The expressions that give the factor in all cases, else in those that have the pattern."""
+    """Return the expressions that give the factor in all cases.
+
+    If there is no such expression, return those that fit the cases with the pattern.
+    """
     if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
         return ""
     values = [(o.readings[pattern], o.case) for o in wrong if not math.isnan(o.readings[pattern])]
@@ -211,7 +219,10 @@ def _near(found: float, value: float) -> bool:
 
 
 def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
-    """The feature that all cases with the fault have, and none without it of as many ranks."""
+    """Return the feature that all cases with the fault have, and no case without the fault has.
+
+    Only cases with at least as many ranks are considered.
+    """
     wrong = {o.case for o in observed}
     fewest_ranks = min(case.ranks for case in wrong)
     right = {o.case for o in every if o.case.ranks >= fewest_ranks} - wrong
@@ -229,7 +240,7 @@ def _of_loss(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
         factor = _factor(observations, wrong, pattern)
         cause = PATTERNS[MEANS] if pattern == MEANS else CAUSES.get(
             (ALL, factor.split(" = ")[0]), "the loss that the step returns is neither the mean "
-            "over all tokens nor over the rank's own")
+            "over all tokens nor the mean over the rank's own tokens")
         yield _finding(("loss",), (pattern, factor, _only(observations, wrong)), cause, wrong,
                        observations)
 
@@ -244,12 +255,12 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
     reading = next(iter([*always, *common]), OTHER)
     cause = NORMS.get(reading, "the norm is not that of the gradients that the step leaves")
     if all(math.isnan(o.error) for o in wrong):
-        reading, cause = MISSING, "the step was given `clip` and returned no `norm`"
+        reading, cause = MISSING, "the step received `clip` but returned no `norm`"
     yield _finding(("norm",), (reading, "", ""), cause, wrong, observations)
 
 
 def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
-    """Why a world did not come to the end of a step. without_tokens: ranks that have none."""
+    """Return the reason why a step did not end. without_tokens: the ranks that have no tokens."""
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
         cause = f"rank {errors[0].rank}: {errors[0].error}"
@@ -261,14 +272,15 @@ def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int
     odd = min(where, key=lambda said: (len(where[said]), said.startswith("in ")))
     suspects = sorted(without_tokens) or where[odd]
     told = "; ".join(f"{_ranks(ranks, without_tokens)} {said}" for said, ranks in where.items())
-    cause = (f"{_ranks(suspects, without_tokens)} left out a collective that others wait in: none "
-             "may stand behind a branch on what one rank holds" if len(where) > 1 else
-             "all ranks wait in the same call, for a process that is not there or in another order")
+    cause = (f"{_ranks(suspects, without_tokens)} did not call a collective in which the other "
+             "ranks wait: a collective must not depend on data of a single rank"
+             if len(where) > 1 else
+             "all ranks wait in the same call, for a missing process or in different orders")
     return AuditFinding(("step",), HANG, "", cause, "", 1, 1, f"{case}: {told}")
 
 
 def merged(findings: Sequence[AuditFinding]) -> list[AuditFinding]:
-    """Steps that stop in the same way as one finding."""
+    """Merge the findings of steps that stopped in the same way."""
     found: dict[tuple[str, str], AuditFinding] = {}
     for finding in findings:
         key = (finding.pattern, finding.cause.partition(": ")[2] or finding.cause)

@@ -1,6 +1,6 @@
-"""A dense Mixtral of one block in float64: the reference of targets that are whole models.
+"""A dense Mixtral model of one block in float64, the reference for targets that are whole models.
 
-It shares no code with `transformers`, whose names and layouts of weights it has.
+The model uses the names and the weight layouts of `transformers`, but shares no code with it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _NORMS = (f"{_BLOCK}input_layernorm.weight", f"{_BLOCK}post_attention_layernorm.
 
 @dataclass(frozen=True)
 class DenseMixtral:
-    """Embedding, causal attention with rotary positions and shared keys, experts, cross-entropy.
+    """A model with an embedding, causal attention, experts and cross-entropy losses.
 
-    A sample is a sequence of `length` tokens and one to predict after each.
+    The attention uses rotary positions and shared keys. A sample is a sequence of `length` tokens,
+    each with the next token as its target.
     """
 
     vocabulary: int = 13
@@ -43,7 +44,10 @@ class DenseMixtral:
     experts: frozenset[str] = frozenset({GATE_UP, DOWN})
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Random ones; feature 0 of all tokens is large, so that the router can follow it."""
+        """Return random weights.
+
+        Feature 0 of all tokens is large, so that a router weight on it can skew the load.
+        """
         d, head, e = self.width, self.width // self.heads, self.num_experts
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d),
                   f"{_BLOCK}self_attn.q_proj.weight": (d, d),
@@ -65,12 +69,12 @@ class DenseMixtral:
         return w
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Token ids and the next ones, int64 [rows, length]."""
+        """Return token ids and the ids of the next tokens, both int64 [rows, length]."""
         ids = torch.randint(0, self.vocabulary, (rows, self.length + 1), generator=generator)
         return ids[:, :-1], ids[:, 1:]
 
     def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """The cross-entropy of each token [rows * length]."""
+        """Return the cross-entropy of each token, [rows * length]."""
         rows = [self._sequence(weights, ids_T) for ids_T in x]
         if not rows:
             return weights["lm_head.weight"].new_zeros(0)
@@ -98,14 +102,14 @@ class DenseMixtral:
             k_TC = self._rotated(k[:, shared * size:(shared + 1) * size])
             v_TC = v[:, shared * size:(shared + 1) * size]
             rows = []
-            for t in range(len(x_TD)):  # token t sees those up to itself
+            for t in range(len(x_TD)):  # token t attends to the tokens up to itself
                 weight_S = (k_TC[: t + 1] @ q_TC[t] / size**0.5).softmax(0)
                 rows.append(weight_S @ v_TC[: t + 1])
             outputs.append(torch.stack(rows))
         return torch.cat(outputs, 1) @ w[f"{_BLOCK}self_attn.o_proj.weight"].T
 
     def _rotated(self, x_TC: Tensor) -> Tensor:
-        """Pairs (c, c + C/2) turned by t * theta ** (-2c / C)."""
+        """Rotate the pairs (c, c + C/2) by the angle t * theta ** (-2c / C)."""
         half = x_TC.shape[1] // 2
         speed = self.theta ** (-torch.arange(half, dtype=x_TC.dtype) / half)
         angle = torch.arange(len(x_TC), dtype=x_TC.dtype)[:, None] * speed

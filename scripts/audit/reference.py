@@ -1,5 +1,7 @@
-"""The dense reference of an audit: one process, float64, every token through its experts one at a
-time. Slow and obvious on purpose; it shares no code with the layer.
+"""The dense reference of an audit.
+
+It runs in one process in float64 and computes each expert of each token separately. It is slow and
+simple on purpose, and shares no code with the layer.
 """
 
 from __future__ import annotations
@@ -19,30 +21,36 @@ class DenseModel(Protocol):
     """The whole model of an audit, in float64 and without ranks.
 
     Attributes:
-        experts: names of the tensors whose dimension 0 is the experts.
-        rows: samples of a micro-batch (tokens of `TINY`, sequences of a language model).
+        experts: the names of the tensors whose dimension 0 is the experts.
+        rows: the number of samples in a micro-batch. A sample is a token for `TINY`, and a sequence
+            for a language model.
     """
 
     experts: frozenset[str]
     rows: int
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """The whole tensors by name. skewed: the router sends all tokens to the first experts."""
+        """Return the whole tensors by name.
+
+        skewed: whether the router sends all tokens to the first experts.
+        """
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of so many samples."""
+        """Return the inputs and targets of `rows` samples."""
 
     def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """The loss of each token [T]."""
+        """Return the loss of each token, [T]."""
 
 
 def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
-    """Gated SiLU experts under a softmax router whose top-k weights sum to 1.
+    """Compute gated SiLU experts with a softmax router whose top-k weights sum to 1.
 
     Args:
-        x_TD: tokens.
-        w: `router` [E, D], `gate` and `up` [E, F, D], `down` [E, D, F].
-    Returns: y_TD.
+        x_TD: the tokens.
+        w: the weights `router` [E, D], `gate` and `up` [E, F, D], and `down` [E, D, F].
+        top_k: the number of experts per token.
+    Returns:
+        The output of each token, [T, D].
     """
     rows = []
     for x_D in x_TD:
@@ -59,10 +67,11 @@ def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A linear layer, a layer of experts with its residual, a linear layer; squared errors.
+    """A model with a linear layer, experts with a residual connection, and a linear layer.
 
-    `inp` and `out` are [D, D], `router` [E, D], `gate` and `up` [E, F, D], `down` [E, D, F], all as
-    `nn.Linear` keeps them: y = out (h + experts(h)), h = inp x.
+    The model computes h = inp x and y = out (h + experts(h)), and its loss is the squared error.
+    `inp` and `out` are [D, D], `router` is [E, D], `gate` and `up` are [E, F, D], and `down` is
+    [E, D, F]. All matrices have the layout of `nn.Linear`.
     """
 
     width: int = 8
@@ -73,13 +82,16 @@ class TinyModel:
     experts: frozenset[str] = frozenset({"gate", "up", "down"})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors by name."""
+        """Return the shapes of the whole tensors by name."""
         d, f, e = self.width, self.hidden, self.num_experts
         return {"inp": (d, d), "router": (e, d), "gate": (e, f, d), "up": (e, f, d),
                 "down": (e, d, f), "out": (d, d)}
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Random ones. Feature 0 of every token is 2, so that a weight of the router can pull."""
+        """Return random weights.
+
+        Feature 0 of every token is 2, so that a router weight on it can skew the load.
+        """
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
              for name, shape in self.shapes().items()}
@@ -92,13 +104,13 @@ class TinyModel:
         return w
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """x and y [rows, D]."""
+        """Return x and y, both [rows, D]."""
         x_TD = torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
         x_TD[:, 0] = 2.0
         return x_TD, torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
 
     def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """The mean squared error of each token [T]."""
+        """Return the mean squared error of each token, [T]."""
         h_TD = x @ weights["inp"].T
         out_TD = (h_TD + routed_experts(h_TD, weights, self.top_k)) @ weights["out"].T
         return (out_TD - y).square().mean(1)
@@ -109,12 +121,13 @@ TINY = TinyModel()
 
 @dataclass(frozen=True)
 class Reference:
-    """What a step must give, by the tokens from which it comes.
+    """The right results of a step, separately for each source and micro-batch.
 
     Attributes:
-        losses: losses of the tokens of source s, micro-batch m, summed [S, M].
-        tokens: how many they are [S, M].
-        grads: by name, what they add to the gradient of the loss, flat [S, M, n].
+        losses: [S, M], the sum of the losses of the tokens of each source and micro-batch.
+        tokens: [S, M], the number of tokens of each source and micro-batch.
+        grads: by name, the contribution of each source and micro-batch to the flattened gradient
+            of the loss, [S, M, n].
     """
 
     losses: Tensor
@@ -123,21 +136,23 @@ class Reference:
 
     @property
     def loss(self) -> float:
-        """The mean over the tokens of all."""
+        """The mean loss over the tokens of all sources."""
         return float(self.losses.sum() / self.tokens.sum())
 
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """Return the norm of the whole gradient."""
         return float(sum(g.sum((0, 1)).square().sum() for g in self.grads.values()) ** 0.5)
 
 
 def reference(model: DenseModel, weights: Mapping[str, Tensor],
               data: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Reference:
-    """Losses and gradients of the micro-batches of each source.
+    """Compute the losses and gradients of the micro-batches of each source.
 
     Args:
-        weights: float64, whole.
-        data: by source and micro-batch; a source is a rank, or ranks that share their tokens.
+        model: the model.
+        weights: the whole weights in float64, by name.
+        data: the inputs and targets by source and micro-batch. A source is a rank, or several ranks
+            that share their tokens.
     """
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
     losses = [[model.losses(leaves, x, y) for x, y in micro] for micro in data]

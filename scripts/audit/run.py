@@ -1,4 +1,4 @@
-"""An audit from begin to end: worlds, steps, observations, findings."""
+"""Run an audit: start the ranks, make the steps, compare the results, and derive findings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ TOLERANCE, TIMEOUT_S = 1e-4, 60.0
 
 @dataclass
 class Audit:
-    """What was tried of one target, and what is wrong.
+    """The result of the audit of one target.
 
     Attributes:
-        tried: cases that came to their end.
-        left_out: scenarios that the target does not support.
-        not_installed: why nothing was tried.
-        largest_error: relative, of what counts as right.
+        target: the name of the target.
+        version: the version of the target's package.
+        tried: the cases in which all ranks completed the step.
+        left_out: the scenarios that the target does not support.
+        findings: the faults that were found.
+        not_installed: the reason why nothing was tried. None if the target is installed.
+        largest_error: the largest relative error of all values that count as right.
     """
 
     target: str
@@ -41,22 +44,25 @@ class Audit:
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the result for `--json`."""
         state = "not installed" if self.not_installed else "right" if self.right else "wrong"
         return {"state": state, **dataclasses.asdict(self)}
 
 
 def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float = TIMEOUT_S,
           tolerance: float = TOLERANCE, version: str = "") -> Audit:
-    """Run all steps that a target can take, and compare each with the dense reference.
+    """Run all steps that a target supports, and compare each with the dense reference.
 
     Args:
-        ranks: numbers of gloo processes.
-        timeout_s: of building a model, and of one step.
-        tolerance: relative error of a gradient, loss or norm that counts as right.
-        version: shown with the answer.
+        target: the training step.
+        ranks: the numbers of gloo processes to try.
+        timeout_s: the time limit in seconds for building a model, and for one step.
+        tolerance: the largest relative error of a gradient, loss or norm that counts as right.
+        version: the version that is shown with the result.
     """
-    import torch._dynamo  # noqa: F401 - slow; ranks would each import it at their first collective
+    # imported before the ranks are forked, because the import is slow and the first collective of
+    # each rank would need it
+    import torch._dynamo  # noqa: F401
 
     weights = target.model.weights(skewed=False)
     experts = {len(weights[name]) for name in target.model.experts}
@@ -65,7 +71,7 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
     observations: list[Observation] = []
     for number, ep in worlds(target, ranks, min(experts)):
         waiting = cases(target, number, ep)
-        while waiting:  # a world ends with the case that a rank does not end
+        while waiting:  # a step that does not end also ends its processes, so new ones are started
             waiting = _in_one_world(target, waiting, timeout_s, tolerance, answer, observations)
     answer.largest_error = max((o.error for o in observations if o.right), default=0.0)
     answer.findings = [*merged(answer.findings), *explain(observations, target.model.experts)]
@@ -74,7 +80,7 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
 def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, tolerance: float,
                   answer: Audit, observations: list[Observation]) -> list[Case]:
-    """Make steps until one does not end; the cases that are left."""
+    """Make steps until one does not end, and return the remaining cases."""
     first = waiting[0]
     with World(target, first.ranks, first.ep, timeout_s) as world:
         built = world.built()
@@ -90,7 +96,8 @@ def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, toleran
                 nothing = {rank for rank in range(case.ranks)
                            if not question.right.tokens[case.source_of(rank)].sum()}
                 answer.findings.append(stopped(case, steps, nothing))
-                return waiting[number + 1:] if number else []  # the first one: so will the others
+                # if the first case does not end, the remaining cases will not end either
+                return waiting[number + 1:] if number else []
             answer.tried.append(str(case))
             observations += observe(question, steps, tolerance)
     return []

@@ -1,4 +1,4 @@
-"""Ranks that make the steps of an audit one after the other, and say where they are stuck."""
+"""Processes that make the steps of an audit and report where they hang."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from torch import Tensor
 from scripts.audit.contract import Batch, Parts, Target, gradient, local, places
 from scripts.emulate.ranks import RankProcess, fork, stop
 
-GRACE_S = 2.0  # for other ranks, once one has failed
+GRACE_S = 2.0  # the time that other ranks have after one rank has failed
 _PYTHON = sysconfig.get_paths()["stdlib"]
 _TORCH = os.path.dirname(torch.__file__)
 
 
 @dataclass
 class RankStep:
-    """What one rank has after a step.
+    """The result of a step on one rank.
 
     Attributes:
-        grads: by name, places in the flattened whole tensor and the gradient there, both [n];
-            the gradient is None if it has none.
-        error: last line of what was raised, with where.
-        stuck: the call that it is in after the time-out, with where.
-        late: another rank had failed before.
+        rank: the rank.
+        loss: the loss that the step returned.
+        norm: the gradient norm that the step returned.
+        grads: by name, the positions in the flattened whole tensor and the gradient at these
+            positions, both [n]. The gradient is None if the part has no gradient.
+        error: the last line of an exception, with its location.
+        stuck: the call in which the rank is after the time-out, with its location.
+        late: whether another rank had failed before.
     """
 
     rank: int
@@ -50,16 +53,18 @@ class RankStep:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to the end of its step."""
+        """Whether the rank completed its step."""
         return self.error is None and self.stuck is None
 
 
 class World:
-    """Forked processes in one gloo group, each with the target's model; a context manager.
+    """A context manager for forked processes in one gloo group, each with the target's model.
 
     Args:
-        ranks, ep: processes, and the size of expert-parallel groups.
-        timeout_s: of building, and of each step.
+        target: the training step.
+        ranks: the number of processes.
+        ep: the size of expert-parallel groups.
+        timeout_s: the time limit in seconds for building the model, and for each step.
     """
 
     def __init__(self, target: Target, ranks: int, ep: int, timeout_s: float) -> None:
@@ -85,12 +90,17 @@ class World:
         self.folder.cleanup()
 
     def built(self) -> list[RankStep]:
-        """Wait until all ranks have built their models; those that did not say why."""
+        """Wait until all ranks have built their models or have reported an error."""
         return self._answers()
 
     def step(self, weights: dict[str, Tensor], batches: Sequence[Batch]) -> list[RankStep]:
-        """One step on every rank, in rank order; a batch for each. After a rank that did not end,
-        the world is no longer `alive`.
+        """Make one step on every rank, and return the results in rank order.
+
+        If a rank does not complete the step, `alive` becomes False.
+
+        Args:
+            weights: the whole weights by name.
+            batches: one batch for each rank.
         """
         for pipe, batch in zip(self.pipes, batches, strict=True):
             pipe.send_bytes(pickle.dumps((weights, batch)))
@@ -105,7 +115,7 @@ class World:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 late = any(step.error is not None for step in found.values())
                 found[rank] = replace(_received(rank, self.pipes[rank]), late=late)
-                if found[rank].error is not None:  # others wait for it in vain
+                if found[rank].error is not None:  # the other ranks may wait for this rank forever
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         for rank in range(self.ranks):
             found.setdefault(rank, RankStep(rank, stuck="its step", late=True))
@@ -115,7 +125,7 @@ class World:
     def _rank(self, rank: int, pipe: Connection) -> None:
         import torch.distributed as dist
 
-        os.dup2(2, 1)  # what packages print belongs to the log
+        os.dup2(2, 1)  # output of packages must not mix with the audit's own output
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(self.ranks),
                           LOCAL_WORLD_SIZE=str(self.ranks), MASTER_ADDR="127.0.0.1",
@@ -133,7 +143,7 @@ class World:
 
 def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Batch,
              rank: int = 0) -> RankStep:
-    """Set the weights, make a step in this process, read loss, norm and gradients."""
+    """Set the weights, make a step in this process, and read the loss, norm and gradients."""
     held = list(places(parts, {name: w.shape for name, w in weights.items()}))
     with torch.no_grad():
         for name, part, where in held:
@@ -150,7 +160,7 @@ def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Ba
 
 
 class _Reporting:
-    """Sends what a rank answers, what it raised, or after the time-out where it is."""
+    """Sends the result of a rank, its exception, or its location after the time-out."""
 
     def __init__(self, rank: int, pipe: Connection, timeout_s: float) -> None:
         self.rank, self.pipe, self.sent = rank, pipe, threading.Lock()
@@ -171,7 +181,7 @@ class _Reporting:
             self._send(RankStep(self.rank, error=f"{text} ({_place(traceback.extract_tb(trace))})"))
 
     def _send(self, answer: RankStep) -> None:
-        if self.sent.acquire(blocking=False):  # the first one counts
+        if self.sent.acquire(blocking=False):  # only the first message is sent
             self.pipe.send_bytes(pickle.dumps(answer))
 
     def _stuck(self) -> None:
@@ -187,7 +197,7 @@ def _is_collective(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """File and line of the innermost frame that is neither torch's nor the audit's."""
+    """Return the file and line of the innermost frame outside of torch and the audit."""
     theirs = [f for f in frames if not f.filename.startswith((_TORCH, __file__, "<"))
               and ("site-packages" in f.filename or not f.filename.startswith(_PYTHON))]
     frame = (theirs or [*frames])[-1]
@@ -199,4 +209,4 @@ def _received(rank: int, pipe: Connection) -> RankStep:
         answer: RankStep = pickle.loads(pipe.recv_bytes())
         return answer
     except (EOFError, ConnectionResetError):
-        return RankStep(rank, error="its process ended without an answer")
+        return RankStep(rank, error="the process ended without an answer")

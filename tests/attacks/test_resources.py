@@ -35,14 +35,14 @@ def test_safetensors_that_the_library_refuses(tmp_path: Path, places: list[tuple
     path = _file(tmp_path / "x.safetensors", places, nbytes)
     with pytest.raises(SafetensorError):
         safe_open(path, "pt")
-    with pytest.raises(ValueError, match="overlap|of no tensor"):
+    with pytest.raises(ValueError, match="overlap|to no tensor"):
         SafetensorsFile(path)
 
 
 def test_a_tensor_with_more_elements_than_stored(tmp_path: Path) -> None:
     torch.save({"x_num_global_experts": torch.tensor(2), "x": torch.zeros(1).expand(10**9)},
                tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=r"a.pt.*1000000000 elements in 4 bytes"):
+    with pytest.raises(CheckpointError, match=r"a.pt.*1000000000 elements in only 4 bytes"):
         open_source(tmp_path / "a.pt", "tutel")
 
 
@@ -55,7 +55,7 @@ def test_counts_of_a_configuration_are_compared_with_the_files(tmp_path: Path, n
         check_counts(source)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, name: 10**12}))
     with open_safetensors(tmp_path) as source, pytest.raises(
-            CheckpointError, match=f"{name}=1000000000000, the files have at most"):
+            CheckpointError, match=f"{name}=1000000000000, but the files allow at most"):
         check_counts(source)
 
 

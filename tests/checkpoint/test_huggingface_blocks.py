@@ -258,7 +258,7 @@ def _on_a_rank(kind: str, want: torch.Tensor, trained: dict[str, torch.Tensor],
     save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), comm,
          extra={"hf_config": model.config.to_dict()})
     model.save_pretrained(folder.parent / "saved")
-    with pytest.raises(ValueError, match="of experts on 2 ranks: .* a Trainer saves on its first"):
+    with pytest.raises(ValueError, match="with experts on 2 ranks.* A Trainer saves on its first"):
         model.save_pretrained(folder.parent / "saved", state_dict=model.state_dict())
     restore_moe_blocks(model)
     for name, value in model.state_dict().items():
@@ -289,9 +289,9 @@ def test_the_weight_of_one_normalized_choice_is_one() -> None:
 
 
 def test_what_cannot_be_swapped_is_named() -> None:
-    with pytest.raises(ValueError, match="Linear is not a decoder of transformers"):
+    with pytest.raises(ValueError, match="Linear is not a transformers decoder"):
         swap_moe_blocks(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks; known: afmoe"):
+    with pytest.raises(ValueError, match="model_type='llama' has no MoE blocks. The supported mod"):
         swap_moe_blocks(tiny("llama"))
     with pytest.raises(ValueError, match="router_jitter_noise=0.1 is not supported"):
         swap_moe_blocks(tiny("mixtral", router_jitter_noise=0.1))
@@ -299,7 +299,7 @@ def test_what_cannot_be_swapped_is_named() -> None:
         swap_moe_blocks(tiny("olmoe", output_router_logits=True))
     with pytest.raises(CheckpointError, match="norm_topk_prob=True has no effect"):
         swap_moe_blocks(tiny("deepseek_v2", norm_topk_prob=True))
-    with pytest.raises(ValueError, match="no MoE block to swap"):
+    with pytest.raises(ValueError, match="no MoE block to replace"):
         swap_moe_blocks(tiny("qwen3_moe", mlp_only_layers=[0, 1, 2]))
 
 
@@ -368,7 +368,7 @@ def test_what_a_swapped_model_cannot_do_is_named(tmp_path: Path) -> None:
     model = tiny("mixtral")
     ids = tokens(model)
     swap_moe_blocks(model)
-    with pytest.raises(ValueError, match="already: .* call restore_moe_blocks"):
+    with pytest.raises(ValueError, match="already called .* Call restore_moe_blocks"):
         swap_moe_blocks(model)
     with pytest.raises(ValueError, match=r"output_router_logits=True .* restore_moe_blocks"):
         model(ids, labels=ids, output_router_logits=True)

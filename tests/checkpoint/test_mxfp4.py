@@ -70,10 +70,10 @@ def test_numbers_and_windows() -> None:
 @pytest.mark.fast
 def test_what_is_damaged_is_named() -> None:
     blocks, scales = drawn(2, 6, 3)
-    for state, words in (({f"{NAME}_blocks": blocks}, "the other is not there"),
-                         ({f"{NAME}_scales": scales}, "the other is not there"),
+    for state, words in (({f"{NAME}_blocks": blocks}, "one of them is missing"),
+                         ({f"{NAME}_scales": scales}, "one of them is missing"),
                          ({f"{NAME}_blocks": blocks, f"{NAME}_scales": scales[:1]},
-                          r"must be bytes \[E, O, I / 32, 16\]"),
+                          r"needs bytes \[E, O, I / 32, 16\]"),
                          ({f"{NAME}_blocks": blocks.float(), f"{NAME}_scales": scales}, "float32")):
         with pytest.raises(CheckpointError, match=words):
             read(state)

@@ -112,7 +112,7 @@ def test_transformers_reads_the_same(kind: str, tmp_path: Path,
     del config["quantization_config"]
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
     assert main(["check-hf", str(tmp_path / "fp8"), "--tokens", "9"]) == 2
-    assert "no quantization_config that says where" in capsys.readouterr().err
+    assert "no quantization_config that describes" in capsys.readouterr().err
 
 
 def test_inspect_upcycle_and_experts_alone(tmp_path: Path,
@@ -265,7 +265,7 @@ def test_codes_without_a_description_are_no_numbers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="quant_method='modelopt'"):
         open_source(tmp_path / "in")
     folder(tmp_path / "other", scale="weight_scale")  # of vLLM's compressors
-    with pytest.raises(CheckpointError, match="float8 weights with scales by the names"):
+    with pytest.raises(CheckpointError, match="float8 weights with scales under the names"):
         open_source(tmp_path / "other")
     folder(tmp_path / "packed", quantize=lambda value: (value.to(torch.int8), torch.tensor(1.0)))
     with pytest.raises(CheckpointError, match="weight_scale_inv"):

@@ -76,7 +76,7 @@ def test_windows_and_names_that_do_not_fit_are_refused():
     one = source.tensor(("model", "a"))
     with pytest.raises(CheckpointError, match="two tensors"):
         View(source, [one, one])
-    with pytest.raises(CheckpointError, match="does not join"):
+    with pytest.raises(CheckpointError, match="cannot be joined"):
         joined([one, transposed(one, (1, 0))], 0)
     with pytest.raises(CheckpointError, match="'a' has no neutral name"):
         check_names(["embed.weight", "a"])
@@ -94,7 +94,7 @@ def test_a_layout_that_a_format_does_not_know_is_refused_by_name():
             raise NotImplementedError
 
     Two().check(CheckpointSizes(world=2, ep=1))
-    with pytest.raises(ValueError, match="'two' has no --tp; it knows: --ep, --world"):
+    with pytest.raises(ValueError, match="'two' does not support --tp; .* options: --ep, --world"):
         Two().check(CheckpointSizes(tp=2))
-    with pytest.raises(ValueError, match="layout tp=0: must be at least 1"):
+    with pytest.raises(ValueError, match="layout tp=0 .* at least 1"):
         CheckpointSizes(tp=0)

@@ -80,5 +80,5 @@ def test_what_others_listed_stays_listed() -> None:
     Attribute(torch.float32, "__class__"), enum.Enum, print, eval])
 def test_nothing_else_is(value):
     """By name; attributes of other things, and what is no member of an enum."""
-    with pytest.raises(UntrustedFile, match="a file holds"):
+    with pytest.raises(UntrustedFile, match="a file contains"):
         read(value)

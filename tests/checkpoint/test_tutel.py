@@ -156,19 +156,19 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
     lost = saved(tmp_path / "lost", state, 4, "{rank}.pt")
     os.remove(lost / "1.pt")
-    refused("none of rank 1; restore it", lost / "{rank}.pt")
+    refused("no file of rank 1; restore", lost / "{rank}.pt")
     os.remove(lost / "2.pt")
     os.remove(lost / "3.pt")
     refused("files are missing", lost)
-    refused("gates.1.wg.weight'; it has those of",
+    refused("gates.1.wg.weight'; its tensors are",
             saved(tmp_path / "two", {**state, PREFIX + "gates.1.wg.weight": torch.zeros(E, M)}, 1,
                   "a.pt"))
-    refused("no layer of Tutel", saved(tmp_path / "none", {NORM: state[NORM]}, 1, "a.pt"))
+    refused("no MoE layer of Tutel", saved(tmp_path / "none", {NORM: state[NORM]}, 1, "a.pt"))
     refused("does not fit 4 experts", saved(tmp_path / "one", state, 1, "a.pt"), "tutel", world=3)
     refused("inner width 16 does not fit 32 ranks", tmp_path / "one", "tutel", world=128)
     several = saved(tmp_path / "several", state, 2, "a{rank}.pt")
     saved(several, state, 2, "b{rank}.pt")
-    refused("several patterns.*give one", several)
+    refused("several patterns.*select one", several)
     assert detect(tmp_path / "one" / "a.pt") == "tutel"
     torch.save({**state, "code": Code()}, tmp_path / "one" / "a.pt")
     with pytest.raises(UntrustedFile, match="refused"):
@@ -179,7 +179,7 @@ def test_a_gated_layer_and_optimizer_state_are_refused(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"moe": MoELayer(from_dict({
         "model_dim": M, "num_experts": E, "experts": {"hidden_dim": H, "kind": "gated_ffn"}}))})
     moe_plugin.checkpoint.save(tmp_path / "gated", model)
-    with pytest.raises(CheckpointError, match="Tutel's layer has no counterpart of "
+    with pytest.raises(CheckpointError, match="Tutel's layer has no counterpart for tensor "
                                               "'moe.experts.w_gate_LDF'"):
         convert(tmp_path / "gated", tmp_path / "never", "tutel")
     model = Model({})

@@ -59,10 +59,10 @@ def test_runs_go_on_in_another_wrapper(tmp_path: Path) -> None:
 
 def write_alone(folder: Path) -> str:
     model = nn.ModuleList((MoEBlock(8, num_experts=4), MoEBlock(8, LocalComm(), num_experts=4)))
-    with pytest.raises(ValueError, match="layers have the groups .*pass `comm`") as error:
+    with pytest.raises(ValueError, match="layers use the groups .*pass `comm`") as error:
         save(folder, model)
     called = wrapped("fsdp")[0]
-    with pytest.raises(ValueError, match="spread over 2 ranks and 1 write the checkpoint"):
+    with pytest.raises(ValueError, match="spread over 2 ranks, but 1 ranks write the"):
         save(folder / str(dist.get_rank()), called, comm=LocalComm())
     return str(error.value)
 

@@ -42,7 +42,7 @@ def test_simulate_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("args", "said"), [
     (["--ranks", "many"], "must be whole numbers"),
-    (["--ranks", "12"], "12 ranks do not fill nodes"),
+    (["--ranks", "12"], "12 ranks do not fill the nodes"),
     (["--sizes", "big"], "'big' is not a size"),
     (["--cluster", "/nowhere"], "cannot be read"),
 ])
@@ -71,7 +71,7 @@ def test_links_without_an_emulated_cluster_are_refused(
         command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*shlex.split(command), flag, "1"]) == 2
     said = capsys.readouterr().err
-    assert f"{flag} '1' " in said and "add --emulate" in said
+    assert f"{flag} '1' " in said and "Add --emulate" in said
 
 
 def test_bench_without_ranks_says_how_to_start_it(capsys: pytest.CaptureFixture[str],

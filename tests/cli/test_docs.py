@@ -304,7 +304,7 @@ def table_of(name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("host", "what"), [
-    ("megatron", "whole training steps"), ("fairseq", "the same in fairseq")])
+    ("megatron", "in Megatron-core 0.19.2"), ("fairseq", "whole training steps in fairseq")])
 def test_training_steps_of_readme_are_those_of_the_measurement(host: str, what: str) -> None:
     every = newest(reports(read_numbers(BENCHMARKS / "data" / "train.json")))
     found_reports = [one for one in every if one.host == host]
@@ -321,26 +321,28 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     host = [row[4] for row in table_of("host") if row[0] == "moe-plugin"]
     theirs, _ = [row[4] for row in table_of("host") if row[0] == "transformers_grouped_mm"]
     assert measured("processor time").endswith(
-        f"{host[0]} and {host[1]} of it; gated {host[2]} and {host[3]}, where transformers' "
-        f"grouped_mm takes {theirs} on one rank")
+        f"{host[0]} of its time on one rank and {host[1]} on two; gated {host[2]} and {host[3]}; "
+        f"transformers' grouped_mm on one rank {theirs}")
     overlap = [row[-1] for row in table_of("overlap") if row[0].isdecimal()]
     first = [float(re.search(r"\((.*)\)", row[4])[1])
              for row in table_of("overlap") if row[0].isdecimal()]
     best = [float(cell.split()[0]) for cell in overlap]
-    assert (f"at most {max(best[:-6]):.2f} times it, under Parm's S2 {max(best[-6:]):.2f} times; "
-            f"one piece takes up to {max(first):.2f} times") in measured("overlap")
+    assert (f"at most {max(best[:-6]):.2f} times as long; {max(best[-6:]):.2f} times with Parm's "
+            f"S2; up to {max(first):.2f} times with one piece") in measured("overlap")
     spill = {row[0]: float(row[1]) for row in table_of("spill")[:5] if row[0].startswith("`")}
     assert measured("half of the tokens") == (
-        f"the plain layer, {spill['`never`']:.0f} ms per step: {spill['`least_loaded`']:.0f} ms")
+        f"the plain layer: {spill['`never`']:.0f} ms per step: "
+        f"{spill['`least_loaded`']:.0f} ms per step")
     offload = {row[0]: row for row in table_of("offload")}["pre-gated"]
-    assert measured("ten times its memory").endswith(
-        f"{offload[5]} times the tokens/s; {offload[4]} of them")
+    assert measured("ten times as large").endswith(
+        f"{offload[5]} times the tokens/s; {offload[4]} times the tokens/s")
     # the first of a name: those in plain PyTorch, Megatron's are below them
     weights = {row[0]: float(row[5]) for row in reversed(table_of("weights"))
                if row[1] in ("", "as it is")}
-    assert f"{weights['streamed'] / weights['resident']:.2f} of" in measured("third of the weights")
+    share = weights["streamed"] / weights["resident"]
+    assert f"{share:.2f} times" in measured("third of the weights")
     auto = [row[1] for row in table_of("adaptive") if row[0] == "auto, exploring included"]
-    assert f"{float(auto[3]):.0f} ms" in measured("chosen while training")
+    assert f"{float(auto[3]):.0f} ms" in measured("chosen during training")
     plan = max(float(row[7]) for row in table_of("plan") if row[0] in ("4x1", "2x2"))
     assert f"within {100 * (plan - 1):.0f} % in all 18 cells" in measured("planner")
     with_plan, without = ([float(row[column].strip("%")) for row in table_of("routing")[1:]
@@ -356,7 +358,7 @@ def test_quality_in_readme_is_that_of_the_measurements() -> None:
     digits = next(-float(row[2].split()[0]) for row in rows
                   if row[0] == "dense, equal active FLOPs")
     assert measured("held-out loss").endswith(
-        f"{text[0]:.2f} and {text[1]:.2f} nats a byte lower; {digits:.1f} points worse")
+        f"{text[0]:.2f} and {text[1]:.2f} nats per byte lower; {digits:.1f} points worse")
 
 
 def test_readme_counts_what_is_registered() -> None:

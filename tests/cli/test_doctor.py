@@ -64,7 +64,7 @@ def test_text_names_the_sections_and_the_verdict(no_hosts: None,
     for word in ("Devices", "Packages", "dispatcher", "Self check", "the layer works here",
                  "fairseq --optimizer adam", "--moe-fused-adam", "torch.optim.AdamW",
                  "torch.nn.RMSNorm", "torch._foreach_norm",
-                 "vision: its epochs are passes over all images"):
+                 "vision: each epoch is a pass over all images"):
         assert word in text
     assert [line for line in text.splitlines() if len(line) >= 200] == []
 
@@ -91,7 +91,7 @@ def check_short_answer(out: str, err: str) -> None:
     assert err == ""
     assert lines[0].startswith("Verdict: the layer works here (")
     assert lines[2] == "Problems: none" and len(lines) < 40
-    assert "cannot be chosen" not in out and "doctor --all" in lines[-1]
+    assert "cannot be selected" not in out and "doctor --all" in lines[-1]
 
 
 def test_the_verdict_does_not_wait_for_the_hosts(monkeypatch: pytest.MonkeyPatch,
@@ -121,8 +121,8 @@ def test_problems_are_named(monkeypatch: pytest.MonkeyPatch, no_hosts: None,
     assert main(["doctor"]) == 0  # the layer works
     problems = capsys.readouterr().out.split("Problems:\n")[1].split("\n\n")[0].splitlines()
     assert problems[0] == "  fairseq 0.12.2: does not import: no module named x"
-    assert problems[1].startswith("  a GPU's driver is loaded, and ")
-    assert "  experts' silu: by torch: no C compiler is found, which is slower" in problems
+    assert problems[1].startswith("  the driver of a GPU is loaded, but ")
+    assert "  experts' silu: computed by torch: no C compiler is found, which is slower" in problems
 
 
 def test_a_wrong_layer_is_found_and_the_exit_status_says_so(
@@ -207,7 +207,7 @@ def test_compiled_for_the_cpu_or_why_not(monkeypatch: pytest.MonkeyPatch) -> Non
                         lambda name: "no C compiler is found" if name == "silu" else None)
     rows = {row["name"]: row for row in packages.compiled()}
     assert rows["experts' silu"]["state"] == "not available"
-    assert rows["experts' silu"]["what"] == "by torch: no C compiler is found"
+    assert rows["experts' silu"]["what"] == "computed by torch: no C compiler is found"
     others = [row for name, row in rows.items() if name != "experts' silu"]
     assert len(others) >= 5 and {row["state"] for row in others} == {"active"}
 

@@ -36,7 +36,7 @@ def test_it_explains_what_every_block_does(profile: str,
     text = capsys.readouterr().out
     assert "toy: 8 blocks; keeping everything needs 1.42 GiB, the limit is 1.07 GiB" in text
     assert "keep all        does not fit (1.42 GiB)" in text
-    assert "recompute all" in text and "swap all" in text and "no other decisions take less" in text
+    assert "recompute all" in text and "swap all" in text and "no other decisions are fast" in text
     assert text.count("block 7") == 1 and "peak 1.0" in text
     assert plan(profile, "--memory", "1100MiB", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -104,11 +104,11 @@ def test_a_faster_link_and_more_tokens(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(("words", "match"), [
-    (["--memory", "1GB"], "the least, on_demand, needs 2356674560"),
+    (["--memory", "1GB"], "smallest design, on_demand, needs 2356674560"),
     (["--memory", "80GB", "--tokens", "0"], "12 layers with experts and 0 tokens"),
     (["--memory", "80GB", "--link", "0"], "bytes_s=0 must be from 1"),
-    (["--tokens", "2"], "--tokens goes with --memory, --model and --device"),
-    (["--memory", "80GB", "--weights-on", "host"], "needs --profile FILE in the place of --model"),
+    (["--tokens", "2"], "--tokens needs --memory, --model and --device"),
+    (["--memory", "80GB", "--weights-on", "host"], "needs --profile FILE instead of --model"),
     (["--memory", "80GB", "--cluster", "x"], "--cluster plans parallel sizes"),
 ])
 def test_places_of_experts_are_refused_by_name(words: list[str], match: str,
@@ -118,15 +118,15 @@ def test_places_of_experts_are_refused_by_name(words: list[str], match: str,
 
 
 @pytest.mark.parametrize(("words", "match"), [
-    (("--memory", "100MiB"), "a limit of 104857600 bytes is too little"),
-    (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too little"),
+    (("--memory", "100MiB"), "a limit of 104857600 bytes is too small"),
+    (("--memory", "100MiB", "--weights-on", "host"), "a limit of 104857600 bytes is too small"),
     (("--memory", "1GiB", "--weights-on", "host", "--accumulate", "0"),
-     "0 accumulated micro-batches: must be from 1"),
+     "accumulated micro-batches is 0; it must be from 1"),
     (("--memory", "1GiB", "--accumulate", "2"), "--accumulate 2 needs --weights-on host"),
     (("--memory", "lots"), "'lots' is not a size"),
-    ((), "--memory and --profile go together"),
+    ((), "--memory SIZE and --profile FILE must be used together"),
     (("--memory", "1GiB", "--scale", "1"), "--scale plans parallel sizes"),
-    (("--memory", "1GiB", "--tokens", "2"), "--tokens goes with --memory, --model and --device"),
+    (("--memory", "1GiB", "--tokens", "2"), "--tokens needs --memory, --model and --device"),
 ])
 def test_bad_input_is_refused_by_name(profile: str, words: tuple[str, ...], match: str,
                                       capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,17 +107,17 @@ def test_equal_schedules_are_megatrons() -> None:
 
 
 @pytest.mark.parametrize("text, words", [
-    ("forward_s: [1.0]\nbackward_s: []", "one for each stage"),
+    ("forward_s: [1.0]\nbackward_s: []", "Set one number per stage"),
     ("forward_s: [1.0]\nbackward_s: [1.0]\nmemory_bytes: 5", "activation_bytes"),
     ("forward_s: [1.0]\nbackward_s: [1.0]\nmemory_bytes: 5\nactivation_bytes: [9]",
-     "memory_bytes=5 is too little"),
-    ("forward_s: [1.0]\nbackward_s: [1.0]\ntransport: pigeon", "one of nccl, gloo"),
-    ("forward_s: [1.0]\nbackward_s: [1.0]\nsequence: 64", "slice_samples of three numbers"),
+     "memory_bytes=5 is too small"),
+    ("forward_s: [1.0]\nbackward_s: [1.0]\ntransport: pigeon", "Choose from nccl, gloo"),
+    ("forward_s: [1.0]\nbackward_s: [1.0]\nsequence: 64", "Each sample needs three numbers"),
     ("forward_s: [1.0]\nbackward_s: [1.0]\nsequence: 9\nslice_samples: [[1, 0, 1.0]]",
      "granularity=8 must be"),
     ("forward_s: [1.0]\nbackward_s: [1.0]\nbatch: 2", "batch=2 must be a multiple of"),
     ("forward_s: [1.0]\nbackward_s: [1.0]\nbatch: 2\nsequence: 8\nslice_samples: [[8, 0, 1.0]]",
-     "slice_samples of four numbers"),
+     "Each sample needs four numbers"),
     ("forward_s: [-1.0]\nbackward_s: [1.0]", "must be seconds"), ("slow: 1", "unknown key 'slow'"),
 ])
 def test_bad_files_are_named(text: str, words: str, tmp_path: Path,

@@ -116,12 +116,12 @@ def test_what_was_kept_is_for_ranks_like_these(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("flags, text", [
-    (("--nodes", "2"), "--nodes 2: no exchange between two nodes can be measured on 1x1 ranks"),
-    (("--ranks-per-node", "4"), "--ranks-per-node 4: no exchange between two ranks of a node"),
+    (("--nodes", "2"), "--nodes 2 needs measurements of the exchange between two nodes"),
+    (("--ranks-per-node", "4"), "4 needs measurements of the exchange between two ranks of a"),
     (("--repeats", "0"), "--repeats 0 must be >= 1"),
     (("--top", "-1"), "--top -1 must be >= 1"),
     (("--memory", "much"), "'much' is not a size"),
-    (("--host", "fairseq", "--script", "x.py"), "--script 'x.py' is Megatron's"),
+    (("--host", "fairseq", "--script", "x.py"), "--script 'x.py' is for Megatron only"),
 ])
 def test_errors(flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert recommend(*FEW, *flags) == 2

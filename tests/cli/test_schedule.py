@@ -30,7 +30,7 @@ def test_it_prints_the_optimum_and_its_proof(capsys: pytest.CaptureFixture[str])
     for said in ("thin_link: 8 ranks, 2 switches, 18 wires",
                  "all_gather: 6.25 GB/s of result, the optimum; 1/x* = 32/25",
                  "right (4 of 8 ranks): 4 shards must leave; 1 wire leads out of it, 3.125 GB/s",
-                 "4 / 3.125 = 32/25 s per GB of a shard", "k = 1 trees of each rank",
+                 "4 / 3.125 = 32/25 s per GB of a shard", "k = 1 trees per rank",
                  "at least 16 ms", "with 64 chunks"):
         assert said in printed, said
     rows = {line[:28].strip(): line.split()[-2] for line in printed.splitlines()
@@ -46,8 +46,8 @@ def test_it_prints_the_optimum_and_its_proof(capsys: pytest.CaptureFixture[str])
     (["star:4", "--collective", "reduce_scatter"], "which must enter"),
     (["star:4", "--collective", "all_reduce"], "must enter, then leave"),
     (["ring:4", "--collective", "all_reduce", "--overlap"],
-     "Each rank by itself, 4 parts: every piece must leave all of them but its root's, and its sum "
-     "must come back; 8 GB/s lead out of them in total. 2 (4 - 1) / 8 = 3/4 s per GB"),
+     "Each rank separately, 4 parts: every part except the root's must send its share of a "
+     "piece and receive the sum; 8 GB/s lead out of the parts in total. 2 (4 - 1) / 8 = 3/4 s per"),
     (["star:1"], "With one rank, nothing moves."),
 ])
 def test_it_says_what_the_schedule_is(words: list[str], said: str,
@@ -109,13 +109,13 @@ def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
     ring = Network.from_dict({"ranks": 3, "one_way": [["0", "1", 2], ["1", "2", 2], ["2", "0", 2]]})
     assert "0 to 1: 2 GB/s" in drawing(plan(ring, "all_gather"))
     large = replace(plan(ring, "all_gather"), network=preset("star:300"))
-    with pytest.raises(ValueError, match="has 301 nodes, too many to draw"):
+    with pytest.raises(ValueError, match="has 301 nodes, which is too many to draw"):
         drawing(large)
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--topology", "nothing:2"], "neither a file nor a preset; presets: ring:8"),
-    (["--topology", "missing.yaml"], "there is no such file"),
+    (["--topology", "nothing:2"], "neither a file nor a preset. Available presets: ring:8"),
+    (["--topology", "missing.yaml"], "(no such file)"),
     (["--topology", "ring:4", "--size", "many"], "is not a size"),
     (["--topology", "ring:4", "--size", "0"], "must be at least 1"),
     (["--topology", "ring:4", "--chunks", "0"], "must be at least 1"),
@@ -123,7 +123,7 @@ def test_one_way_wires_have_arrows_and_large_networks_are_not_drawn() -> None:
     (["--topology", "ring:4", "--nodes", "2"], "after its colon"),
     (["--topology", "ring:4", "--overlap"], "overlap"),
     (["--topology", "ring:4", "--svg", "no/folder.svg"], "there is no folder"),
-    (["--topology", "star:40", "--msccl", "x.xml"], "MSCCL runs at most 32 peers"),
+    (["--topology", "star:40", "--msccl", "x.xml"], "MSCCL supports at most 32 peers"),
     (["--topology", "ring:4@0"], "must be > 0"),
 ])
 def test_errors_say_what_to_do(words: list[str], said: str, tmp_path: Path,

@@ -103,7 +103,7 @@ def test_wrong_values_of_a_run_are_named(tree: dict, words: list[str]) -> None:
 
 @pytest.mark.parametrize("text,words", [
     ("a: [1, 2", ["is not YAML"]),
-    ("- 1\n- 2", ["holds a list"]),
+    ("- 1\n- 2", ["contains a list"]),
     ("\x00\x01", ["is not YAML"]),
     ("num_expert: 3", ["num_expert", "known"]),
     ("1: 2\nfoo: 3", ["unknown key '1'"]),
@@ -223,7 +223,7 @@ def test_no_capacity_as_a_flag_drops_nothing_whatever_the_file_says(
         config_from_flags({**given, "moe_capacity_factor": "none"})
     assert config == from_dict({"num_experts": 4, "dispatch": left})
     [said] = caplog.messages  # once, though hosts read the flags several times
-    assert said.startswith(f"left out of '{path}', because nothing reads it beside the flags: ")
+    assert said.startswith(f"left out of '{path}', because the flags make it ineffective: ")
     assert ("dispatch.name='padded'" in said) is ("name" not in left)
 
 
@@ -284,7 +284,7 @@ def test_second_names(tmp_path) -> None:
              lambda: config_from_flags({"moe_overlap": "2", "moe_overlap_degree": "4"})],
     ids=["file", "code", "flags"])
 def test_a_setting_under_both_names(call) -> None:
-    words = "parallel.overlap_degree=4 and parallel.d=2 name the same"
+    words = "parallel.overlap_degree=4 and parallel.d=2 set the same"
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -358,8 +358,8 @@ def test_sizes_by_step_that_cannot_be(text: str, said: str) -> None:
     ("guard.votes", 3), ("guard.twins", 5), ("offload.weights", "host"),
     ("pipeline.schedule", "eager-1f1b")])
 def test_sizes_by_step_beside_groups_that_stay(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}='?{value}'? is out of bounds: must be .* beside "
-                       "resize.expert_parallel_at; .* leave one of the two out"):
+    with pytest.raises(ValueError, match=f"{name}='?{value}'? is out of bounds: must be .* "
+                       "together with resize.expert_parallel_at; .* leave one of the two out"):
         run_config({name: value, "resize.expert_parallel_at": {5: 2}})
 
 

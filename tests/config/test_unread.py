@@ -90,7 +90,7 @@ def test_each_tree_takes_its_own_settings_alone(tmp_path: Path) -> None:
 
 def test_every_setting_of_a_run_has_a_reader_without_a_host() -> None:
     for path in flatten(to_dict(RunConfig())):
-        assert re.match("call|give|use", reader_of(path))
+        assert re.match("call|pass|use", reader_of(path))
 
 
 class OneExpert(nn.Module):
@@ -102,11 +102,11 @@ class OneExpert(nn.Module):
 
 @pytest.mark.parametrize("own, settings, words", [
     ({"experts": lambda _: nn.Linear(16, 16)}, {"expert_activation": "relu"},
-     "experts.activation='relu' .* bring the experts yourself: must be gelu"),
+     "experts.activation='relu' .* pass your own experts: must be gelu"),
     ({"experts": lambda _: nn.Linear(16, 16)}, {"expert_dropout": 0.1}, "experts.dropout=0.1"),
-    ({"router": OneExpert()}, {"router_noise": 1.0}, "router.noise=1.0 .* bring the router"),
+    ({"router": OneExpert()}, {"router_noise": 1.0}, "router.noise=1.0 .* pass your own router"),
     ({"router": OneExpert()}, {"top_k": 2, "router_normalize": "before_drop"},
-     "router.normalize='before_drop' .* bring the router yourself: must be auto"),
+     "router.normalize='before_drop' .* pass your own router: must be auto"),
 ])
 def test_settings_of_what_is_replaced_are_refused(own: dict[str, Any], settings: dict[str, Any],
                                                   words: str) -> None:
@@ -118,7 +118,7 @@ def test_settings_of_what_is_replaced_are_refused(own: dict[str, Any], settings:
 def test_a_timeout_beside_a_group_is_refused() -> None:
     for build in (lambda **more: MoELayer(16, LocalComm(), **more),
                   lambda **more: replace_ffn(ffn(), comm=LocalComm(), **more)):
-        with pytest.raises(ValueError, match="timeout=5.0 does not fit a `comm`"):
+        with pytest.raises(ValueError, match="timeout=5.0 cannot be used with a given `comm`"):
             build(timeout=5.0)
     assert layer(timeout=5.0).config.comm.timeout_s == 5.0
 
@@ -375,7 +375,7 @@ def test_a_flag_overrides_what_only_the_file_would_read(
             config_from_flags(given)
             run_from_flags(given)
     assert [record.getMessage() for record in caplog.records] == [
-        f"left out of {str(path)!r}, because nothing reads it beside the flags: {left_out}"]
+        f"left out of {str(path)!r}, because the flags make it ineffective: {left_out}"]
     wrong = {"moe_router": ("moe_router_noise", "1.0"),
              "moe_votes": ("moe_vote_aggregate", "median")}
     for name, (flag, value) in wrong.items():

@@ -149,7 +149,7 @@ def _refused(dispatch: str) -> str:
 def test_pieces_are_refused_where_nothing_could_overlap(installed: None) -> None:
     for dispatch in ("hybridep", "nccl_ep"):
         [said, _] = run_gloo(2, _refused, dispatch)
-        assert f"dispatch.name='{dispatch}', which cannot split its rows into pieces" in said
+        assert f"dispatch.name='{dispatch}', which cannot divide its rows into pieces" in said
     assert run_gloo(2, _refused, "deepep_v2") == ["", ""]
 
 

@@ -191,13 +191,13 @@ def test_one_copy_of_a_token_is_computed_from() -> None:
 
 
 @pytest.mark.parametrize("settings,words", [
-    ({"dispatch": {"name": "padded", "capacity_factor": 1.0}}, "dispatch.name='padded': use "
+    ({"dispatch": {"name": "padded", "capacity_factor": 1.0}}, "dispatch.name='padded'. Use "
      "dispatch.name='ragged' or 'bounded', or dispatch.send='rows'"),
-    ({"dispatch": {"name": "all_gather"}}, "dispatch.name='all_gather': use"),
-    ({"dispatch": {"name": "bounded", "stash_mib": 1.0}}, "dispatch.stash_mib=1.0: use "
+    ({"dispatch": {"name": "all_gather"}}, "dispatch.name='all_gather'. Use"),
+    ({"dispatch": {"name": "bounded", "stash_mib": 1.0}}, "dispatch.stash_mib=1.0. Use "
      "dispatch.stash_mib=0, or dispatch.send='rows'"),
-    ({"parallel": {"d": 2, "cut": "experts"}}, "parallel.cut='experts': use one of"),
-    *[({"parallel": {"r": 0, "mode": mode}}, "parallel.r=0, gather_tokens=False: use a layout in "
+    ({"parallel": {"d": 2, "cut": "experts"}}, "parallel.cut='experts'. Use one of"),
+    *[({"parallel": {"r": 0, "mode": mode}}, "parallel.r=0, gather_tokens=False. Use a layout in "
        "which rows travel, or dispatch.send='rows'") for mode in ("fixed", "auto", "predicted")],
 ])
 @pytest.mark.parametrize("send", ["ranks", "nodes"])
@@ -205,5 +205,5 @@ def test_what_does_not_fit_is_refused_when_a_layer_is_built(send: str, settings:
                                                             words: str) -> None:
     tree = {"model_dim": WIDTH, "num_experts": 4, **settings}
     tree["dispatch"] = {"send": send, **settings.get("dispatch", {})}
-    with pytest.raises(ValueError, match=f"dispatch.send='{send}' does not fit {words}"):
+    with pytest.raises(ValueError, match=f"dispatch.send='{send}' cannot be combined with {words}"):
         run_simulated(2, lambda comm: MoELayer(from_dict(tree), comm))

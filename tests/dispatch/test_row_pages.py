@@ -396,15 +396,15 @@ def test_a_copied_layout_asks_for_pages_too() -> None:
 
 @pytest.mark.parametrize("changed, said", [
     *(({"experts": {"compute": name}},
-       f"experts.compute='{name}'.*use one of auto, kernels, grouped, loop")
+       f"experts.compute='{name}'.*Use one of auto, kernels, grouped, loop")
       for name in ("batched", "fused")),
-    ({"experts": {"dropout": 0.1}}, "experts.dropout=0.1.*use 0"),
-    ({"parallel": {"r": 0}}, "parallel.r=0.*use 1, or dispatch.stash_mib=0"),
+    ({"experts": {"dropout": 0.1}}, "experts.dropout=0.1.*Use 0"),
+    ({"parallel": {"r": 0}}, "parallel.r=0.*Use 1, or dispatch.stash_mib=0"),
 ])
 def test_what_keeps_rows_out_of_pages_is_refused(changed: dict, said: str) -> None:
     config = from_dict({"model_dim": 8, "num_experts": 4, **changed,
                         "dispatch": {"name": "bounded", "stash_mib": 1.0}})
-    with pytest.raises(ValueError, match=f"dispatch.stash_mib=1.0 does not fit {said}"):
+    with pytest.raises(ValueError, match=f"dispatch.stash_mib=1.0 cannot be combined with {said}"):
         run_simulated(2, lambda comm: MoELayer(config, comm))
     MoELayer(config, LocalComm())  # one rank has no filler to save
 

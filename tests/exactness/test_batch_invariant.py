@@ -128,10 +128,10 @@ def test_what_depends_on_the_batch_is_refused(settings: dict[str, Any], said: st
 
 def test_own_parts_and_transforms_are_refused() -> None:
     config = from_dict({"model_dim": 8, "num_experts": 2, "batch_invariant": True})
-    with pytest.raises(ValueError, match="False where you bring the experts yourself"):
+    with pytest.raises(ValueError, match="False where you pass your own experts"):
         MoELayer(config, experts=lambda index: torch.nn.Linear(8, 8))
     layer = MoELayer(config)
-    with pytest.raises(ValueError, match="does not fit torch.func"):
+    with pytest.raises(ValueError, match="cannot be used with torch.func"):
         torch.func.grad(lambda x: layer(x).output.sum())(torch.randn(3, 8))
 
 

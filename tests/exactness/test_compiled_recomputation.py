@@ -44,5 +44,5 @@ def test_a_compiled_step_that_is_recomputed(name: str, kind: str, compiles: str)
 
 
 def test_a_compiled_block_in_a_checkpoint_does_not_know_the_load_of_its_first_pass() -> None:
-    with pytest.raises(RuntimeError, match="with torch.compile inside the compiled function"):
+    with pytest.raises(RuntimeError, match="call it inside the compiled function"):
         compiled_step("global batch", "plain", "blocks")

@@ -109,8 +109,8 @@ def test_exact_or_refused_when_a_layer_is_built(entry: Entry, send: str) -> None
         with planned(random_planner(7)):
             run()
         return
-    said = (f"dispatch.send='{send}' does not fit {entry.refused}: use |"
-            "parallel.spill='everywhere' does not fit dispatch.name='bounded': use ")
+    said = (f"dispatch.send='{send}' cannot be combined with {entry.refused}. Use |"
+            "parallel.spill='everywhere' cannot be combined with dispatch.name='bounded': use ")
     with pytest.raises(ValueError, match=said):
         run()
 

@@ -116,9 +116,9 @@ def test_statistics_report_all_bytes_of_the_forward_pass(name: str, schedule: st
 
 @pytest.mark.parametrize("settings,words", [({
     "replicas": 3
-}, "parallel.replicas=3 does not fit 4 expert-parallel ranks: must be a divisor; the nearest is 2"),
+}, "parallel.replicas=3 does not divide 4 expert-parallel ranks. Use a divisor; the nearest is 2"),
                                             ({"replicas": 2, "schedule": "s2"
-                                              }, "parallel.schedule='s2' shares slots"),])
+                                              }, "parallel.schedule='s2' divides slots"),])
 def test_what_does_not_fit(settings: dict, words: str) -> None:
     config = config_of(Case(4, 4, 2, [1] * 4))
     for name, value in settings.items():

@@ -250,7 +250,7 @@ REFUSED: list[tuple[dict[str, Any], LayoutChoice | None, str]] = [
 def test_what_does_not_spill_is_refused(changes: dict[str, Any], choice: LayoutChoice | None,
                                         words: str) -> None:
     config = config_of(Case(2, 1, 1, [2] * 2), **{"parallel__spill": "least_loaded", **changes})
-    with pytest.raises(ValueError, match="parallel.spill='least_loaded' does not fit") as error:
+    with pytest.raises(ValueError, match="spill='least_loaded' cannot be combined") as error:
         run_simulated(2, lambda comm: MoELayer(config, comm)(torch.zeros(2, 8), choice=choice))
     assert words in str(error.value) and "or parallel.spill='never'" in str(error.value)
 
@@ -274,7 +274,7 @@ def test_a_custom_dispatcher_makes_its_plans_or_is_refused(
         assert len(planners) == 2 and None not in planners
         return
     config = config_of(case, dispatch__name="mine", parallel__spill="everywhere")
-    with pytest.raises(ValueError, match="does not fit dispatch.name='mine': use 'ragged'"):
+    with pytest.raises(ValueError, match="combined with dispatch.name='mine': use 'ragged'"):
         run_simulated(2, lambda comm: MoELayer(config, comm))
     open_ = config_of(case, dispatch__name="mine", parallel__mode="auto")
     layers = run_simulated(2, lambda comm: MoELayer(open_, comm))

@@ -76,6 +76,6 @@ def test_a_size_of_many_digits_is_not_written_out(tmp_path: Path) -> None:
     save(tmp_path / "ckpt", _model())
     path = tmp_path / "ckpt" / "index.json"
     path.write_text(json.dumps({"version": 1, "parts": 1, "bytes": [10**3000], "extra": {}}))
-    with pytest.raises(CheckpointError, match="its index says 1000.*truncated or missing") as found:
+    with pytest.raises(CheckpointError, match="index lists 1000.*truncated or missing") as found:
         load(tmp_path / "ckpt", _model())
     assert is_named(found.value)

@@ -88,5 +88,5 @@ def kill_and_return(make: Callable[[int, str], Kind]) -> tuple[Kind, Kind]:
         for peer in peers:
             peer.kill()
         lighthouse.shutdown()
-    assert "momentum begins at zero" not in second.text
+    assert "momentum starts at zero" not in second.text
     return peers

@@ -334,10 +334,10 @@ def both(name: str, *args: object) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("capability, build, torchs, why", [
     ((10, 0), "USE_MSLK=1", True, None),
     ((10, 0), "USE_FBGEMM_GENAI=1", True, None),
-    ((9, 0), "USE_MSLK=1", True, "no block scales in a GPU of compute capability 9.0: needs 10.0"),
-    ((10, 3), "USE_MSLK=1", True, "compute capability 10.3: needs 10.0"),
+    ((9, 0), "USE_MSLK=1", True, "compute capability 9.0 has no block scales, which need 10.0"),
+    ((10, 3), "USE_MSLK=1", True, "compute capability 10.3 has no block scales"),
     ((10, 0), "", True, "neither USE_MSLK nor USE_FBGEMM_GENAI"),
-    ((10, 0), "USE_MSLK=1", False, "has no scaled_grouped_mm: needs 2.10"),
+    ((10, 0), "USE_MSLK=1", False, "has no scaled_grouped_mm; torch 2.10 is needed"),
 ])
 def test_where_torch_has_no_such_product(capability: tuple[int, int], build: str, torchs: bool,
                                          why: str | None,
@@ -366,7 +366,7 @@ def test_what_torchs_product_does_not_take(monkeypatch: pytest.MonkeyPatch) -> N
     assert why(64, torch.bfloat16) == ["not on a GPU"] * 2
     monkeypatch.setattr(scaled_grouped, "no_scaled_grouped_mm", lambda device: None)
     assert why(64, torch.bfloat16) == [None, None]
-    assert why(64, torch.float32) == ["dtype torch.float32: results are bfloat16"] * 2
+    assert why(64, torch.float32) == ["dtype torch.float32, but results are bfloat16"] * 2
     wide, grads = (FORMATS["fp8_blockwise_hybrid"].rows(draw(4, 64)), FORMATS["mxfp8_hybrid"].grads(
         draw(32, 32)))
     assert "blocks of 128" in op.why_not("scaled_grouped_mm", wide, groups, wide, None, None,

@@ -98,7 +98,8 @@ def test_copies_of_a_gpu_without_a_number_stay_on_the_caller_s(gpus: TwoGPUs) ->
 
 
 @pytest.mark.parametrize(("capability", "dtype", "reason"), [
-    ((7, 5), torch.bfloat16, "no bfloat16 in a GPU of compute capability 7.5: needs 8.0"),
+    ((7, 5), torch.bfloat16,
+     "a GPU of compute capability 7.5 has no bfloat16, which needs 8.0"),
     ((7, 5), torch.float16, None), ((8, 0), torch.bfloat16, None)])
 def test_bfloat16_is_refused_where_a_gpu_has_none(
         capability: tuple[int, int], dtype: torch.dtype, reason: str | None,
@@ -147,9 +148,9 @@ def test_products_are_refused_where_a_triton_makes_them_too_large(
     for cached in (triton_ops.no_products, triton_ops.no_e4m3):
         monkeypatch.setattr(triton_ops, cached.__name__, cached.__wrapped__)
     reason = None if fits else (
-        f"Triton {version} makes products that take more shared memory than a GPU of compute "
-        f"capability {capability[0]}.{capability[1]} has: needs 3.4")
-    lacks = ("no e4m3 in a GPU of compute capability 8.0: needs 8.9"
+        f"the products of Triton {version} need more shared memory than a GPU of compute "
+        f"capability {capability[0]}.{capability[1]} has; Triton 3.4 is needed")
+    lacks = ("a GPU of compute capability 8.0 has no e4m3, which needs 8.9"
              if capability == (8, 0) else None)
     for name, wanted in (("expert_matmul", reason), ("expert_matmul_fp8", lacks or reason),
                          ("quantize_fp8", lacks)):  # no product
@@ -165,7 +166,7 @@ def test_products_are_refused_where_a_triton_does_not_compile_them(
     triton_ops.no_products.cache_clear()
     said = triton_ops.product_why_not(fake(SECOND))
     triton_ops.no_products.cache_clear()
-    assert (said is None) == fits and (fits or "needs 3.6" in str(said))
+    assert (said is None) == fits and (fits or "Triton 3.6" in str(said))
 
 
 def test_numbers_of_the_host_are_refused_in_a_captured_graph(

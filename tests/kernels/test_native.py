@@ -354,9 +354,9 @@ def test_the_compiler_is_cc_or_the_first_there_is(tmp_path: Path) -> None:
     path = str(tmp_path)
     assert build.compiler({"PATH": path}) == [f"{path}/gcc"]
     assert build.compiler({"PATH": path, "CC": "clang -O1"}) == [f"{path}/clang", "-O1"]
-    for environment, said in (({"PATH": path, "CC": "icc"}, "CC='icc' is not found"),
+    for environment, said in (({"PATH": path, "CC": "icc"}, "CC='icc' was not found"),
                               ({"PATH": path, "CC": "gcc 'x"}, "is not a command"),
-                              ({"PATH": f"{path}/none"}, "no C compiler is found")):
+                              ({"PATH": f"{path}/none"}, "no C compiler was found")):
         with pytest.raises(build.Unavailable, match=said):
             build.compiler(environment)
 
@@ -379,7 +379,7 @@ def script(path: Path, text: str) -> str:
 def test_without_a_compiler_torch_computes(home: Path, monkeypatch: pytest.MonkeyPatch,
                                            caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert "CC='no-such-compiler' is not found" in functions.why_not("gelu") or WHY_NOT
+    assert "CC='no-such-compiler' was not found" in functions.why_not("gelu") or WHY_NOT
     layer, x_TD = MoELayer(8, num_experts=4), torch.randn(6, 8)
     assert fused.passes(x_TD, "gelu") is None
     grads(layer, x_TD)
@@ -397,7 +397,7 @@ def test_a_compiler_that_fails_is_named(home: Path, monkeypatch: pytest.MonkeyPa
             assert functions.passes(torch.ones(1), "gelu") is None
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "passes.c" in said[0] and fails in said[0]
-    assert "ends with 3" in said[0] and "cannot do that" in said[0]
+    assert "exit status 3" in said[0] and "cannot do that" in said[0]
     assert not list(home.rglob("*.so"))
 
 
@@ -429,7 +429,7 @@ def test_a_compiler_that_hangs_is_stopped(home: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "TIMEOUT", 0.5)
     monkeypatch.setenv("CC", script(home / "cc", f"sleep 60 & echo $! > {home}/child; wait"))
     assert functions.passes(torch.ones(1), "gelu") is None
-    assert "does not end within 0.5 s" in caplog.text
+    assert "did not finish within 0.5 s" in caplog.text
     child = Path("/proc") / (home / "child").read_text().strip() / "stat"
 
     def ended() -> bool:

@@ -199,7 +199,7 @@ class FullDisk(DiskTier):
 def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):
     expected, blocks, tier = train(make()), make(), FullDisk(tmp_path)
     activations = manage(blocks, "swap", tier=tier, smallest=0)
-    with pytest.raises(SwapError, match="block 0 .*did not get out to .*No space left"):
+    with pytest.raises(SwapError, match="block 0 .*could not be copied out to .*No space left"):
         loss_of(blocks, 0).backward()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     tier.room = 10**9
@@ -226,7 +226,7 @@ def test_lost_values_are_named_in_backward(tmp_path):
 
     blocks = make()
     manage(blocks, "swap", tier=Loses(tmp_path), smallest=0)
-    with pytest.raises(SwapError, match="did not get back from .*the file ends early"):
+    with pytest.raises(SwapError, match="could not be copied back from .*the file ends early"):
         for _ in range(2):  # a copy may not have left yet
             loss_of(blocks, 0).backward()
 
@@ -295,9 +295,9 @@ def test_a_copy_of_a_model_has_policies_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ({"policy": "sometimes"}, "activations='sometimes' is unknown; must be auto, keep"),
-    ({"policy": ["keep"]}, "1 policies of activations for 4 blocks: must be one for each"),
-    ({"policy": "auto"}, "activations=auto with memory=None: must be > 0, such as 8GiB"),
+    ({"policy": "sometimes"}, "activations='sometimes' is unknown; use auto, keep"),
+    ({"policy": ["keep"]}, "1 policies of activations do not fit 4 blocks"),
+    ({"policy": "auto"}, "activations=auto does not work with memory=None"),
     ({"policy": "auto", "memory": "much"}, "not a size"),
 ])
 def test_what_it_refuses(arguments, message):
@@ -310,7 +310,7 @@ def test_blocks_are_managed_once():
     manage(blocks, "keep")
     with pytest.raises(ValueError, match="block 0 are managed already"):
         manage(blocks, "keep")
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match="each block only once"):
         manage([blocks[0], blocks[0]], "keep")
 
 
@@ -355,7 +355,7 @@ def test_a_step_above_its_memory_is_said_and_planned_anew(tmp_path, caplog):
     train(blocks, steps=3, after=activations.after_step)
     before = activations.decision
     train(blocks, steps=1, batches=2, after=activations.after_step)
-    assert "above the limit of" in caplog.text and "planned again" in caplog.text
+    assert "above the limit of" in caplog.text and "planning again" in caplog.text
     assert activations.decision.outcome.peak < before.outcome.peak
 
 

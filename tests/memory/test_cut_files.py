@@ -77,7 +77,7 @@ def test_our_own_file_that_is_cut_is_named(tmp_path: Path) -> None:
     layer = _own(tmp_path)
     layer.state_dict()
     os.ftruncate(layer.experts.store.weights.file.held(0)["w_in_LDF"].file, 4096)
-    with pytest.raises(TierError, match=r"has 4096 bytes of \d+: it was cut short; load a check"):
+    with pytest.raises(TierError, match=r"has 4096 bytes instead of \d+: it was truncated"):
         layer.state_dict()
 
 
@@ -118,13 +118,13 @@ def test_a_file_is_read_as_the_library_wrote_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("header", "message"), [
-    (b"[]", "not one of tensors"), (b'{"a": 1}', "not one of tensors"),
-    (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "4 bytes for shape"),
+    (b"[]", "does not describe tensors"), (b'{"a": 1}', "does not describe tensors"),
+    (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "4 bytes, which does not"),
     (b'{"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}', "has dtype"),
-    (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "whole numbers"),
-    (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', "whole numbers"),
+    (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "integers"),
+    (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', "integers"),
     (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}', "ends before"),
-    (b"[" * 100_000, "not one of tensors"), (b"\xff\xff", "can't decode")])
+    (b"[" * 100_000, "does not describe tensors"), (b"\xff\xff", "can't decode")])
 def test_damaged_headers_are_named(header: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
@@ -152,7 +152,7 @@ def test_a_flipped_bit_is_named_where_a_sealed_file_is_opened_and_not_later(
     _flip(sealed, place)
     layer.experts.store.forget()
     assert not torch.equal(bits(layer, x), want)  # also without a checksum, as `given` has none
-    with pytest.raises(ValueError, match="sealed.safetensors.* is not a whole safetensors file"):
+    with pytest.raises(ValueError, match="sealed.safetensors.* is not a complete safetensors"):
         layer_of("disk", tmp=sealed, number=0, **WIDE)
     _flip(sealed, place)
     assert torch.equal(bits(layer_of("disk", tmp=sealed, number=0, **WIDE), x), want)

@@ -116,5 +116,5 @@ def test_settings_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"router\.predict=True.*off where router\.pre_gate=1"):
         model_of(predict=True, pre_gate=1)
     alone = MoELayer(from_dict({"model_dim": D, "num_experts": E, "router": {"predict": True}}))
-    with pytest.raises(ValueError, match=r"router\.predict=True needs to know which block"):
+    with pytest.raises(ValueError, match=r"router\.predict=True requires linked layers"):
         alone(torch.randn(2, D))

@@ -196,13 +196,13 @@ def test_a_file_of_other_shape_is_named(tmp_path):
     path = tmp_path / "model.safetensors"
     state = layer_of(number=0).experts.state_dict()
     save_file({f"experts.{name}": value for name, value in state.items()}, path)
-    with pytest.raises(ValueError, match=r"'experts.w_in_LDF' of shape \(6, 8, 12\), the layer "
-                                         r"needs \(6, 8, 16\); give the file of this model"):
+    with pytest.raises(ValueError, match=r"'experts.w_in_LDF' of shape \(6, 8, 12\), but the "
+                                         r"layer needs \(6, 8, 16\); use the file of this model"):
         layer_of("disk", tmp=path, number=0, hidden_dim=16)
-    with pytest.raises(ValueError, match="has 1 layers with a 'w_in_LDF', this layer is number 1"):
+    with pytest.raises(ValueError, match="has 1 layers with a 'w_in_LDF', but this layer has n"):
         layer_of("disk", tmp=path, number=1)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         layer_of("disk", tmp=path, number=0)
 
 
@@ -285,7 +285,7 @@ def test_settings_that_do_not_fit_are_named():
             gradients(layer, tokens())
 
     refused("experts.dropout=0.5 does not fit training with experts.store=host", dropout=0.5)
-    refused("experts.cache=64 B does not hold one expert", cache="64")
+    refused("experts.cache=64 B is too small for one expert", cache="64")
     refused("'plenty' is not a size", cache="plenty")
     refused("unknown cache_policy 'fifo'", cache_policy="fifo")
     refused("experts.store_throttle=-1.0 is out of bounds", store_throttle=-1.0)
@@ -319,5 +319,5 @@ def test_compiled_graphs_leave_the_store_alone():
 
 
 def test_experts_of_a_store_do_not_travel_between_ranks():
-    with pytest.raises(ValueError, match="experts.store=host, whose experts do not travel"):
+    with pytest.raises(ValueError, match="store=host, but only experts in device memory can move"):
         change_expert_parallel(layer_of("host"), None, LocalComm())

@@ -91,11 +91,11 @@ def _rank(use: Callable[[str, bool], Callable[[], object]], folder: str, failing
 
 @pytest.mark.parametrize(("use", "rank", "why"), [
     (_experts, 0, "bytes before the end of a tensor"), (_weights, 1, "bytes do not fit"),
-    (_activations, 1, "activations of block .* did not get out to the tier")])
+    (_activations, 1, "activations of block .* could not be copied out to the tier")])
 def test_a_tier_that_fails_ends_the_other_ranks_at_once(use, rank, why, tmp_path):
     folder = str(tmp_path / "a b")
     found = run_gloo(2, _rank, use, folder, rank, group_timeout_s=110)
     [error, said], [waiting] = found[rank], found[1 - rank]
     assert said.startswith(f"rank {rank} of the job gave up: ") and folder in said and error in said
     assert said in waiting and re.search(why, waiting), waiting
-    assert "did not come within" not in waiting
+    assert "did not join within" not in waiting

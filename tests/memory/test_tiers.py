@@ -70,7 +70,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # bytes of a file
     try:
-        with pytest.raises(TierError, match=f"16384 bytes do not fit {tmp_path}.*free space"):
+        with pytest.raises(TierError, match=f"16384 bytes do not fit into {tmp_path}.*free space"):
             tier.put(x)
         _, ticket = tier.put_later(copier, [x])
         with pytest.raises(TierError, match="16384 bytes do not fit"):
@@ -120,7 +120,7 @@ def test_a_read_behind_a_write_that_failed_has_its_error(tmp_path):
 def test_a_folder_that_is_gone_or_takes_no_files_is_named(tmp_path):
     tier = DiskTier(tmp_path / "a b")
     (tmp_path / "a b").rmdir()
-    with pytest.raises(TierError, match=f"no file can be made in {tmp_path}/a b .*; "):
+    with pytest.raises(TierError, match=f"no file can be created in {tmp_path}/a b .*; "):
         tier.put(torch.ones(8))
     with pytest.raises(ValueError, match="a b"):
         (tmp_path / "a b").write_text("a file")

@@ -198,7 +198,7 @@ def test_the_report_begins_with_findings() -> None:
     assert page.index("Routing has collapsed") < page.index('id="summary"')
     assert "Nothing stands out" in render(run_of())
     # a collapsed layer with fewer records than are judged together, and none
-    for count, have in ((RECENT - 1, "at most 4 of a layer"), (0, "none")):
+    for count, have in ((RECENT - 1, "a layer has at most 4"), (0, "there are none")):
         page = render(run_of(records((99.0,) + (0.1,) * (E - 1), count)))
         assert "Nothing stands out" not in page and "too few records of layers" in page
         assert f"{have}, and 5 are needed" in page

@@ -357,15 +357,15 @@ def test_folders_that_hold_no_run_or_several_are_refused(tmp_path: Path) -> None
         read_run(tmp_path / "none")
     with pytest.raises(
             ValueError,
-            match="holds no record of a run; looked for layer statistics.*fairseq's log"):
+            match="contains no record of a run. Searched for layer statistics.*fairseq's log"):
         read_run(
             write(tmp_path / "empty", notes_txt="hello\n{\n", other_json='{"a": 1}',
                   binary_log="\0" + layer_row(2)))
-    with pytest.raises(ValueError, match="several runs: fairseq, megatron; give"):
+    with pytest.raises(ValueError, match="several runs: fairseq, megatron. Pass"):
         read_run(_both(tmp_path / "both"))
     mixed = write(tmp_path / "mixed", log_jsonl='{"iteration": 2, "lm_loss": 3.0}\n',
                   train_log='x | train_inner | {"loss": "1", "num_updates": "2"}\n')
-    with pytest.raises(ValueError, match="logs of both hosts"):
+    with pytest.raises(ValueError, match="logs of several hosts"):
         read_run(mixed)
 
 
@@ -378,7 +378,7 @@ def test_the_runs_of_a_folder_are_told_apart(tmp_path: Path) -> None:
     (one,) = read_runs(tmp_path / "again" / "first")
     assert one.name == "first" and len(one.steps) == len(read_run(DATA / "megatron").steps)
     shutil.copy(DATA / "megatron" / "log.jsonl", tmp_path)  # a run around runs
-    with pytest.raises(ValueError, match=r"several runs: \., again.first, .*in its own folder"):
+    with pytest.raises(ValueError, match=r"several runs: \., again.first, .*in a separate folder"):
         read_runs(tmp_path)
 
 
@@ -408,7 +408,7 @@ def test_a_log_of_megatron_without_this_plugin_is_read(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     write(begun, settings_json='{"host": "megatron", "settings": {"train_iters": 20}}\n')
     write(begun / "save", rank1_log=NATIVE)
-    with pytest.raises(ValueError, match="holds no record of a run"):
+    with pytest.raises(ValueError, match="contains no record of a run"):
         read_run(begun)
     shutil.rmtree(begun)
     write(tmp_path / "save", log_jsonl='{"iteration": 5, "lm_loss": 3.0}\n')

@@ -91,7 +91,7 @@ def test_evaluation_is_left_out() -> None:
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no MoE layer .* call replace_ffn"):
+    with pytest.raises(ValueError, match="Linear has no MoE layer .* Call replace_ffn"):
         StatsRecorder(ObserveConfig()).add_model(nn.Linear(2, 2))
 
 

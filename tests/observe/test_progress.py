@@ -35,7 +35,7 @@ def test_a_terminal_sees_count_and_text() -> None:
 
 
 @pytest.mark.parametrize(("left", "text"), [
-    (199, "; 199 steps left, 4.15 min if all take as long"),
-    (1, "; 1 step left, 1.25 s if all take as long"), (None, "")])
+    (199, "; 199 steps left, 4.15 min at this speed"),
+    (1, "; 1 step left, 1.25 s at this speed"), (None, "")])
 def test_the_first_step_tells_the_rest(left: int | None, text: str) -> None:
     assert first_step(1.25, 8192, left) == "first step: 1.25 s, 6,554 tokens/s" + text

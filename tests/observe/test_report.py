@@ -414,7 +414,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path,
     with pytest.raises(ValueError, match="x.html cannot be written"):
         write_report(made_run(), tmp_path / "no" / "x.html")
     assert main(["report", str(tmp_path)]) == 2
-    assert "looked for layer statistics" in capsys.readouterr().err
+    assert "Searched for layer statistics" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("value", "unit", "text"), [(None, "", "–"), (math.nan, "s", "–"),
@@ -466,7 +466,7 @@ def test_runs_of_one_name_are_told_apart_and_their_number_is_bounded(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = render_comparison([made_run(), made_run()])
     assert set(curves(page, "loss")) == {"made (1)", "made (2)"}
-    with pytest.raises(ValueError, match="9 runs to compare; give 2 to 8 folders"):
+    with pytest.raises(ValueError, match="a comparison of 9 runs is not possible"):
         render_comparison([made_run()] * 9)
     for host in ("fairseq", "megatron"):
         shutil.copytree(DATA / host, tmp_path / host)
@@ -550,8 +550,8 @@ def test_a_comparison_says_how_the_others_differ_from_the_first() -> None:
     facts = next(f for section in comparison([native, ours]) for f in section.figures
                  if f.id == "facts")
     rows = {name: cells for name, *cells in facts.rows}
-    assert rows["Tokens per second, over the first run's"] == ["–", "1.5 times"]
-    assert rows["Loss, furthest from the first run's"] == ["–", "0.3 (step 3)"]
+    assert rows["Tokens per second, compared with the first run"] == ["–", "1.5 times"]
+    assert rows["Largest difference of the loss from the first run"] == ["–", "0.3 (step 3)"]
 
 
 def test_plain_training_names_the_settings_that_its_layers_were_given(tmp_path: Path) -> None:

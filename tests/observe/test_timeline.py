@@ -109,5 +109,5 @@ def test_what_the_profiler_says_becomes_spans() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="observe.timeline=-1.*>= 0"):
         ObserveConfig(timeline=-1, jsonl="x")
-    with pytest.raises(ValueError, match="observe.timeline=3.*name a file"):
+    with pytest.raises(ValueError, match="observe.timeline=3.*set observe.jsonl"):
         ObserveConfig(timeline=3)

@@ -111,8 +111,8 @@ def test_a_step_that_is_repeated_counts_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "error"), [
     (lambda rows: [row for row in rows for _ in range(2)],
-     "has 2 passes in this step, and 4 records in step 1"),
-    (lambda rows: rows[:2] + rows[4:], "has more passes in this step, and 1 records in step 1")],
+     "has 2 passes in this step, but 4 records in step 1"),
+    (lambda rows: rows[:2] + rows[4:], "has more passes in this step, but 1 records in step 1")],
     ids=["recomputations", "fewer"])
 def test_records_that_are_no_passes_of_the_run_are_an_error(
         change: Any, error: str, tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_a_trace_of_megatron_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "tokens", "error"), [
-    (Model(0), 5, r"record 1 of a layer in step 1 .* is of \(6, 2\) .* this pass has \(5, 2\)"),
+    (Model(0), 5, r"record 1 of a layer in step 1 .* has \(6, 2\) .* this pass has \(5, 2\)"),
     (Model(0, top_k=1), 6, r"this pass has \(6, 1\)"),
-    (Model(0, experts=2), 6, r"has experts 0..3: must be in -1..1"),
+    (Model(0, experts=2), 6, r"has experts 0..3, which must be in -1..1"),
     (Model(0, force="balance"), 6, "router.force='balance' does not fit observe.replay"),
     (Model(0, second_expert_policy="random"), 6, "second_expert_policy='random' does not fit"),
     (Model(0, name="sinkhorn"), 6, "observe.replay cannot be used with SinkhornRouter"),
-    (Model(0).layers[0], 6, "has 2 layers, this rank has 1")])
+    (Model(0).layers[0], 6, "has 2 layers, but this rank has 1")])
 def test_a_trace_that_does_not_fit_is_named(model: Any, tokens: int, error: str,
                                             tmp_path: Path) -> None:
     trained(Model(0), trace=str(tmp_path))
@@ -172,7 +172,7 @@ def test_a_trace_that_does_not_fit_is_named(model: Any, tokens: int, error: str,
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "router_trace_rank0.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ValueError, match="line 1 is not a record of Megatron's form"):
+    with pytest.raises(ValueError, match="line 1 is not a record in Megatron's format"):
         trained(Model(0), replay=str(tmp_path))
     with pytest.raises(ValueError, match="another folder than observe.trace"):
         ObserveConfig(replay="a", trace="a").check_bounds()

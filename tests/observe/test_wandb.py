@@ -53,7 +53,7 @@ def test_it_gets_the_numbers_of_each_record_by_step(tmp_path: Path) -> None:
 
     (alert,) = alerts(tmp_path)  # what the log warns of
     assert alert[0] == "not_finite at step 8"
-    assert alert[1].startswith("a loss or gradient is not finite at step 8. Such a step is skipped")
+    assert alert[1].startswith("a loss or gradient is not finite at step 8. All ranks skip")
 
 
 def test_a_start_that_fails_says_what_to_do(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_it_ends_when_the_run_has_finished(tmp_path: Path) -> None:
 
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv, message in (([str(tmp_path / "none")], "not a directory"),
-                          ([str(tmp_path), "--once"], "looked for"),
+                          ([str(tmp_path), "--once"], "Searched for"),
                           ([str(DATA / "fairseq"), "--interval", "0"], "--interval 0")):
         assert main(["watch", *argv]) == 2 and message in capsys.readouterr().err
 

@@ -139,9 +139,9 @@ def test_wire_and_machine_work_at_the_same_time(wire: float, machine: float) -> 
 
 
 def test_a_fit_needs_enough() -> None:
-    with pytest.raises(ValueError, match="1 measurements cannot fit"):
+    with pytest.raises(ValueError, match="1 measurements are too few to fit"):
         fit([Measurement(4, 4, "linear", 1.0, 1.0)], Cluster())
-    with pytest.raises(ValueError, match="give machine_s with every measurement"):
+    with pytest.raises(ValueError, match="set machine_s in every measurement"):
         fit(emulated_times((2, 2), machine=False), Cluster(), emulated=True)
 
 
@@ -178,9 +178,9 @@ def test_cluster_files_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ("- 1", "not a mapping"),
     (": :", "is not YAML"),
-    ("speed: 3", "unknown key 'speed'; known keys: name, nodes"),
+    ("speed: 3", "unknown key 'speed'. Known keys: name, nodes"),
     ("nodes: two", "'two' of type 'str' could not be converted to Int"),
-    ("inter: {alpha: 1}", "unknown key 'inter.alpha'; known keys: alpha_s, beta_s"),
+    ("inter: {alpha: 1}", "unknown key 'inter.alpha'. Known keys: alpha_s, beta_s"),
     ("inter: {alpha_s: x}", "inter.alpha_s Value 'x' .* to Float"),
     ("nodes: 0", "nodes=0 must be from 1 to"),
     ("inter: {beta_s: -1}", "number from 0 to"),
@@ -200,7 +200,7 @@ def test_a_missing_cluster_file_and_numbers_as_text() -> None:
 
 
 def test_ranks_that_fill_no_nodes() -> None:
-    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8"):
+    with pytest.raises(ValueError, match="12 ranks do not fill the nodes .* 8 ranks each"):
         Cluster(ranks_per_node=8).with_ranks(12)
     assert Cluster(ranks_per_node=8).with_ranks(4).nodes == 1
 

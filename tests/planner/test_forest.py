@@ -146,7 +146,7 @@ def test_one_rank(collective: str) -> None:
     schedule = plan(Network("one", ("r",), (), ()), collective)
     schedule.check()
     assert schedule.seconds(1e9) == schedule.bound_s(1e9) == 0
-    with pytest.raises(ValueError, match="1 rank: nothing moves"):
+    with pytest.raises(ValueError, match="1 rank and moves no data"):
         schedule.algorithmic_bandwidth
 
 
@@ -156,13 +156,13 @@ def test_the_same_network_has_the_same_schedule() -> None:
 
 def test_bad_requests() -> None:
     ring = preset("ring:4")
-    with pytest.raises(ValueError, match="collective 'broadcast' is none of all_gather"):
+    with pytest.raises(ValueError, match="'broadcast' is unknown. Choose from all_gather"):
         plan(ring, "broadcast")
     with pytest.raises(ValueError, match="trees=0 per root must be from 1"):
         plan(ring, trees=0)
-    with pytest.raises(ValueError, match="overlap=True with all_gather, which has one part"):
+    with pytest.raises(ValueError, match="not possible with all_gather, which has one part"):
         plan(ring, overlap=True)
-    with pytest.raises(ValueError, match="overlap=True with trees=2: .*; leave trees out"):
+    with pytest.raises(ValueError, match="cannot be combined with trees=2, .*Omit trees"):
         plan(ring, "all_reduce", 2, overlap=True)
     with pytest.raises(ValueError, match=r"integers up to \d+ .* fewer digits"):
         check_exact([LARGEST])
@@ -175,5 +175,5 @@ def test_bad_requests() -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "igraph", None)
-    with pytest.raises(ValueError, match=r"need igraph: pip install 'moe-plugin\[forest\]'"):
+    with pytest.raises(ValueError, match=r"need igraph; run pip install 'moe-plugin\[forest\]'"):
         plan(preset("ring:4"))

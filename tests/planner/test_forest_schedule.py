@@ -21,15 +21,15 @@ RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"ranks": []}, "has 0 ranks; it needs at least 1"),
-    ({"ranks": ["0", "1", "2", "1"]}, "node '1' is there twice"),
-    ({"switches": ["2"]}, "node '2' is there twice"),
+    ({"ranks": ["0", "1", "2", "1"]}, "node '1' occurs twice"),
+    ({"switches": ["2"]}, "node '2' occurs twice"),
     ({"ranks": 2}, "wire '1' to '2': '2' is neither a rank nor a switch"),
     ({"ranks": -1}, "network: ranks is -1; write a number from 0"),
     ({"ranks": 10**9}, "ranks is 1000000000; write a number from 0"),
-    ({"ranks": True}, "ranks is True; write a list"),
-    ({"ranks": [[]]}, r"ranks\[0\] is \[\]; write a node's name"),
-    ({"switches": ["a"]}, "nothing connects '0' with 'a'; add wires"),
-    ({"links": [[0, 0, 1]]}, "wire '0' to '0' ends where it begins"),
+    ({"ranks": True}, "ranks is True, but it must be a list"),
+    ({"ranks": [[]]}, r"ranks\[0\] is \[\]; write the name of a node"),
+    ({"switches": ["a"]}, "no path connects '0' with 'a'. Add wires"),
+    ({"links": [[0, 0, 1]]}, "wire '0' to '0' connects a node with itself"),
     ({"links": [[0, 1, 0], [1, 2, 1]]}, "bandwidth .*0.* GB/s must be from 1e-09"),
     ({"links": [[0, 1, -5]]}, r"links\[0\]: bandwidth is -5; write a number such as 25"),
     ({"links": [[0, 1, "1/0"]]}, "a division by 0"),
@@ -38,13 +38,13 @@ RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/
     ({"links": [[0, 1, float("nan")]]}, "bandwidth is nan; write a number"),
     ({"links": [[0, 1]]}, r"links\[0\] is \[0, 1\]; write \[a, b, GB/s\]"),
     ({"links": [[0, 1, 1, -1.0], [1, 2, 1]]}, "alpha_s -1.0 must be seconds"),
-    ({"links": [[0, 1, 1, "x"]]}, "alpha_s is 'x'; write seconds"),
-    ({"links": [[0, 1, 1], [1, 0, 1]]}, "wire '1' to '0' is there twice"),
-    ({"links": {}}, r"links is \{\}; write a list"),
-    ({"links": [[0, 1, 1]]}, "nothing connects '0' with '2'"),
+    ({"links": [[0, 1, 1, "x"]]}, "alpha_s is 'x'; write the seconds"),
+    ({"links": [[0, 1, 1], [1, 0, 1]]}, "wire '1' to '0' occurs twice"),
+    ({"links": {}}, r"links is \{\}, but it must be a list"),
+    ({"links": [[0, 1, 1]]}, "no path connects '0' with '2'"),
     ({"one_way": [[0, 2, 1]], "links": [[0, 1, 1], [1, 2, 1]]},
-     "node '0' receives 1 GB/s and sends 2 GB/s, which must be equal"),
-    ({"wires": []}, "unknown key 'wires'; known keys: name, ranks"),
+     "node '0' receives 1 GB/s but sends 2 GB/s. Both must be equal"),
+    ({"wires": []}, "unknown key 'wires'. Known keys: name, ranks"),
 ])
 def test_networks_that_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -80,7 +80,7 @@ def test_a_network_of_a_cluster() -> None:
     assert plan(network).inverse_rate == Fraction(4, 50)
     wide = Network.from_cluster(replace(cluster, ranks_per_node=1))
     assert plan(wide).inverse_rate == Fraction(1, 50)
-    with pytest.raises(ValueError, match="inter.beta_s=0 is a link of infinite bandwidth"):
+    with pytest.raises(ValueError, match="inter.beta_s=0 means infinite bandwidth"):
         Network.from_cluster(replace(cluster, inter=Link()))
 
 
@@ -106,17 +106,17 @@ def test_check_finds_what_is_wrong() -> None:
     elsewhere = Edge(edge.source, edge.target, (((good.network.ranks[edge.target],
                                                   good.network.ranks[edge.source]), first.weight),))
     for bad, message in [
-        (replace(good, k=good.k + 1), "not k="),
+        (replace(good, k=good.k + 1), "instead of k="),
         (replace(good, unit=good.unit * 2), "GB/s, more than its"),
-        (replace(good, collective="all_reduce"), "not k="),
-        (replace(good, collective="gather"), "collective 'gather' is none of"),
-        (replace(good, k=0), "both must be positive"),
-        (replace(good, cut=good.cut | {"x"}), "is not what its cut of 3 nodes says"),
-        (replace(good, cut=frozenset()), "is not what its cut of 0 nodes says"),
+        (replace(good, collective="all_reduce"), "instead of k="),
+        (replace(good, collective="gather"), "collective 'gather' is unknown"),
+        (replace(good, k=0), "both numbers must be positive"),
+        (replace(good, cut=good.cut | {"x"}), "does not follow from the cut of 3 nodes"),
+        (replace(good, cut=frozenset()), "does not follow from the cut of 0 nodes"),
         (_changed(good, 0, root=7), "tree of root 7"),
-        (_changed(good, 0, edges=first.edges[:1]), "reaches 2 of 3 ranks"),
-        (_changed(good, 0, edges=first.edges[::-1] + first.edges), "does not continue it"),
-        (_changed(good, 0, weight=first.weight + 1), "do not sum to its weight"),
+        (_changed(good, 0, edges=first.edges[:1]), "reaches only 2 of 3 ranks"),
+        (_changed(good, 0, edges=first.edges[::-1] + first.edges), "does not continue the tree"),
+        (_changed(good, 0, weight=first.weight + 1), "do not sum to the weight"),
         (_changed(good, 0, edges=(elsewhere, *first.edges[1:])), "does not lead from rank"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -73,10 +73,10 @@ def test_a_wire_takes_what_is_ready_and_comes_first() -> None:
     assert {span.task.name: (span.start, span.end) for span in found.spans} == {
         "a": (0, 1), "b": (0, 5), "c": (5, 6), "d": (1, 3), "e": (3, 4)}
     assert found.seconds == 6 < simulate(tasks).seconds
-    for wrong, said in ([Task("a", "w", 1.0), Task("a", "w", 1.0)], "a name of its own"), (
-            [Task("a", "w", 1.0, ("b",)), Task("b", "w", 1.0, ("a",))], "'a' waits for what"), (
-            [Task("a", "w", 1.0, ("z",))], "waits for what never ends"), (
-            [Task("a", "w", 1.0, (), "", ("v",))], "one resource"):
+    for wrong, said in ([Task("a", "w", 1.0), Task("a", "w", 1.0)], "a unique name"), (
+            [Task("a", "w", 1.0, ("b",)), Task("b", "w", 1.0, ("a",))], "'a' waits for a task"), (
+            [Task("a", "w", 1.0, ("z",))], "waits for a task that never ends"), (
+            [Task("a", "w", 1.0, (), "", ("v",))], "exactly one resource"):
         with pytest.raises(ValueError, match=said):
             simulate_ready(wrong)
 
@@ -87,19 +87,19 @@ def damaged(program: Program, **change: object) -> Program:
 
 @pytest.mark.parametrize("collective, change, said", [
     ("all_gather", lambda p: {"moves": p.moves[:-1]}, "rank . lacks a part of piece"),
-    ("all_gather", lambda p: {"moves": (*p.moves, p.moves[0])}, "delivers it twice"),
-    ("all_gather", lambda p: {"moves": p.moves[1:]}, "sends what is not there"),
+    ("all_gather", lambda p: {"moves": (*p.moves, p.moves[0])}, "delivers the piece twice"),
+    ("all_gather", lambda p: {"moves": p.moves[1:]}, "sends missing data"),
     ("reduce_scatter", lambda p: {"moves": (*p.moves, p.moves[0])}, "adds a contribution twice"),
     ("reduce_scatter", lambda p: {"moves": p.moves[1:]}, "lacks a part"),
-    ("all_reduce", lambda p: {"moves": p.moves[1:]}, "sends what is not there"),
+    ("all_reduce", lambda p: {"moves": p.moves[1:]}, "sends missing data"),
     ("all_reduce", lambda p: {"moves": p.moves[:-1]}, "lacks a part"),
-    ("all_gather", lambda p: {"shares": p.shares[:-1] + (Fraction(1, 9),)}, "whole result once"),
-    ("all_gather", lambda p: {"roots": p.roots[:-1] + (0,)}, "whole result once"),
+    ("all_gather", lambda p: {"shares": p.shares[:-1] + (Fraction(1, 9),)}, "result exactly once"),
+    ("all_gather", lambda p: {"roots": p.roots[:-1] + (0,)}, "result exactly once"),
     ("all_gather", lambda p: {"moves": (replace(p.moves[0], routes=((("r0", "r2"), Fraction(1)),)),
-                                        *p.moves[1:])}, "no way there"),
+                                        *p.moves[1:])}, "does not lead to the target"),
     ("all_gather", lambda p: {"moves": (replace(p.moves[0], routes=(
-        (p.moves[0].routes[0][0], Fraction(1, 2)),)), *p.moves[1:])}, "all of it once"),
-    ("gather", lambda p: {}, "is none of all_gather"),
+        (p.moves[0].routes[0][0], Fraction(1, 2)),)), *p.moves[1:])}, "piece exactly once"),
+    ("gather", lambda p: {}, "is unknown. Choose from all_gather"),
 ])
 def test_wrong_programs_are_refused(collective: str, change: object, said: str) -> None:
     program = program_of(of_ring(4, collective if collective in COLLECTIVES else "all_gather"))
@@ -115,7 +115,7 @@ def test_impossible_numbers_of_chunks_are_refused() -> None:
     for chunks in (0, -1):
         with pytest.raises(ValueError, match="must be >= 1"):
             run(program, SIZE, chunks)
-    with pytest.raises(ValueError, match=f"use at most {MAX_TASKS // 24}"):
+    with pytest.raises(ValueError, match=f"Use at most {MAX_TASKS // 24}"):
         run(program, SIZE, MAX_TASKS)
 
 
@@ -158,7 +158,7 @@ def test_pieces_of_many_chunks_become_several_steps() -> None:
 
 
 def test_what_msccl_cannot_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 32 peers in a channel, this schedule needs 39"):
+    with pytest.raises(ValueError, match="32 peers in a channel, but this schedule needs 39"):
         direct = tuple(Tree(root, 1, tuple(
             Edge(root, to, (((f"r{root}", "switch", f"r{to}"), 1),)) for to in range(40)
             if to != root)) for root in range(40))

@@ -229,5 +229,5 @@ def test_a_label_says_the_whole_choice() -> None:
     assert len({choice.label for choice in choices}) == len(set(choices)) > 10
     assert all(LayoutChoice.from_label(choice.label) == choice for choice in choices)
     for text in ("", "r=1", "r=1 d=2 linear auto other=1", "r=-1 d=1 linear auto", "a b c d"):
-        with pytest.raises(ValueError, match="is not the label of a layout"):
+        with pytest.raises(ValueError, match="is not a layout label"):
             LayoutChoice.from_label(text)

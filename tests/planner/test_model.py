@@ -154,7 +154,7 @@ def test_slow_networks_keep_experts_inside_the_node() -> None:
 def test_no_memory_is_an_error_that_says_how_much() -> None:
     with pytest.raises(ValueError, match="the smallest needs"):
         search(model(), cluster(1, 4), dataclasses.replace(A100, memory_bytes=1e6))
-    with pytest.raises(ValueError, match="no plan divides 4 ranks"):
+    with pytest.raises(ValueError, match="no plan can divide 4 ranks"):
         search(model(global_batch=3), cluster(1, 4), A100, Space(data_parallel_only=True))
 
 
@@ -209,7 +209,7 @@ def test_plans_leave_memory_free() -> None:
     needs = min(cost.memory_bytes for cost in search(m, c, A100, SPACE, keep=1000).plans)
     fits = dataclasses.replace(A100, memory_bytes=needs / 0.92 * 1.001)
     assert search(m, c, fits, SPACE).plans[0].memory_bytes <= fits.usable_bytes
-    with pytest.raises(ValueError, match="8 % stay free"):
+    with pytest.raises(ValueError, match="8 % must remain free"):
         search(m, c, dataclasses.replace(A100, memory_bytes=needs * 1.05), SPACE)
     assert "8 % stay free" in head_room(fits)
 
@@ -233,14 +233,14 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
 
 def test_a_host_that_cannot_is_told() -> None:
     plan = ModelPlan(tp=2, pp=1, dp=2, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
-    with pytest.raises(ValueError, match="plan with --host fairseq"):
+    with pytest.raises(ValueError, match="Plan with --host fairseq"):
         host_flags(model(), plan, "fairseq")
     with pytest.raises(ValueError, match="unknown host"):
         host_flags(model(), plan, "other")
 
 
 @pytest.mark.parametrize("values,words", [
-    ({"layer": 2}, "unknown key 'layer'; known keys: layers"),
+    ({"layer": 2}, "unknown key 'layer'. Known keys: layers"),
     ({"layers": 2}, "missing mandatory value: model_dim"),
     ({"layers": 0, "model_dim": 8, "ffn_dim": 8}, "layers=0"),
 ])
@@ -280,7 +280,7 @@ def test_command_text_and_files(tmp_path: Path, capsys) -> None:
 def test_the_command_writes_a_line_that_its_host_takes(more: list[str], tmp_path: Path,
                                                        capsys) -> None:
     assert main([*ARGS, "--write", str(tmp_path / "out"), *more]) == 0
-    assert "launch.sh, which trains it:" in capsys.readouterr().out
+    assert "launch.sh, the launch script:" in capsys.readouterr().out
     [words] = commands((tmp_path / "out" / "launch.sh").read_text().replace(' "$@"', ""))
     Shell(tmp_path)(words, runs=False)
 
@@ -288,7 +288,7 @@ def test_the_command_writes_a_line_that_its_host_takes(more: list[str], tmp_path
 @pytest.mark.parametrize("more", [["--data", "x"], ["--script", "x"], ["--auto"]])
 def test_what_only_writing_reads_is_refused_without_it(more: list[str], capsys) -> None:
     assert main([*ARGS, *more]) == 2
-    assert f"{more[0]} says what --write DIR writes" in capsys.readouterr().err
+    assert f"{more[0]} only affects the files of --write DIR" in capsys.readouterr().err
 
 
 def test_command_json(capsys) -> None:
@@ -332,9 +332,9 @@ def test_groups_of_experts_bound_the_rows_that_are_predicted() -> None:
 
 
 @pytest.mark.parametrize("values,words", [
-    ({"groups": 3}, "groups=3 does not fit experts=64: must be a divisor"),
-    ({"groups": 16, "group_top_k": 1}, "group_top_k=1 does not fit top_k=8 and groups=16: must be "
-     "from 2 to 16"),
+    ({"groups": 3}, "groups=3 does not divide experts=64"),
+    ({"groups": 16, "group_top_k": 1}, "group_top_k=1 does not fit top_k=8 and groups=16; it must "
+     "be from 2 to 16"),
     ({"groups": 4, "group_top_k": 5}, "must be from 1 to 4"), ({"groups": 0}, "groups=0")])
 def test_groups_that_do_not_fit_are_refused(values: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -351,5 +351,5 @@ def test_skew_lengthens_what_the_busiest_rank_does() -> None:
         (even.memory["MoE rows and gathered"], found.memory["MoE rows and gathered"])))
     made = dataclasses.replace(plan, layout=LayoutChoice(r=0))
     assert plan_cost(skewed, c, A100, made).time == plan_cost(m, c, A100, made).time
-    with pytest.raises(ValueError, match=f"model skew=99 does not fit experts={m.experts}"):
+    with pytest.raises(ValueError, match=f"model skew=99 is larger than experts={m.experts}"):
         dataclasses.replace(m, skew=99)

@@ -132,13 +132,13 @@ def test_pre_gated_on_every_trace(trace: tuple[ExpertModel, list[Pass]]) -> None
 
 
 def test_wrong_traces_are_refused() -> None:
-    with pytest.raises(ValueError, match="design 'both' must be one of resident"):
+    with pytest.raises(ValueError, match="design 'both' is unknown. Choose from resident"):
         schedule("both", SWITCH_BASE, [])
-    with pytest.raises(ValueError, match="pass 0 has 1 layers, the model 6"):
+    with pytest.raises(ValueError, match="pass 0 has 1 layers, but the model has 6"):
         schedule("pre_gated", SWITCH_BASE, [[[0]]])
     with pytest.raises(ValueError, match="pass 0, layer 2: expert 128 must be from 0 to 127"):
         schedule("on_demand", SWITCH_BASE, [[[0], [1], [128], [], [], []]])
     with pytest.raises(ValueError, match="bytes_s=0 must be from 1"):
         dataclasses.replace(SWITCH_BASE, bytes_s=0)
-    with pytest.raises(ValueError, match="'copy 0.1 expert 0' brings the device to 37748736 bytes"):
+    with pytest.raises(ValueError, match="'copy 0.1 expert 0' raises .* to 37748736 bytes"):
         schedule("pre_gated", SWITCH_BASE, one_token(SWITCH_BASE), limit=36 * MIB - 1).run()

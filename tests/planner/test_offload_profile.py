@@ -26,7 +26,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "match"), [
-    ({"blocks": []}, "has 0 blocks; give from 1"),
+    ({"blocks": []}, "has 0 blocks; it must have from 1"),
     ({"blocks": [{"name": "a", "forward_s": 1}]}, "backward_s"),
     ({"blocks": [{"name": "a", "forward_s": -1, "backward_s": 1}]}, "'a': forward_s=-1.0 must be"),
     ({"blocks": [{"name": "a", "forward_s": float("nan"), "backward_s": 1}]}, "forward_s=nan"),

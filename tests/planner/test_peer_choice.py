@@ -62,7 +62,7 @@ def test_a_newcomer_starts_at_the_others_load_and_the_banned_get_nothing() -> No
     assert Counter(wiring.choose() for _ in range(10)) == {"old": 5, "new": 5}
     wiring.ban("old")
     assert {wiring.choose() for _ in range(5)} == {"new"}
-    with pytest.raises(LookupError, match="none of 1 peers is left"):
+    with pytest.raises(LookupError, match="all 1 peers are excluded"):
         wiring.choose(but=frozenset({"new"}))
     wiring.done("old", 1.0, 1.0)  # an answer of a banned peer changes nothing
     wiring.announce("old", 1.0)

@@ -84,5 +84,5 @@ def test_what_is_stored_nowhere_is_named() -> None:
         TensorLayout((4,), {0: ((0, 5),)})
     with pytest.raises(ValueError, match="must name axes"):
         TensorLayout.on_mesh((4,), {"a": 2}, [["b"]])
-    with pytest.raises(ValueError, match="give as many"):
+    with pytest.raises(ValueError, match="devices, got"):
         TensorLayout.on_mesh((4,), {"a": 2}, [["a"]], [0])

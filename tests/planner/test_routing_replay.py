@@ -124,8 +124,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("experts", "ranks", "said"), [
-    (8, 3, "ranks=3 does not fit a trace of 2 ranks"), (9, 2, "and 9 experts"),
-    (4, 2, "chooses expert 7: must be < experts=4")])
+    (8, 3, "ranks=3 does not fit a trace of 2 ranks"), (9, 2, "with 9 experts"),
+    (4, 2, "uses expert 7, but the model file has only experts=4")])
 def test_what_does_not_fit_is_named(experts: int, ranks: int, said: str, tmp_path: Path) -> None:
     write(tmp_path, 2, even)
     with pytest.raises(ValueError, match=said):
@@ -133,10 +133,10 @@ def test_what_does_not_fit_is_named(experts: int, ranks: int, said: str, tmp_pat
 
 
 def test_folders_without_choices(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no router_trace_rank"):
+    with pytest.raises(ValueError, match="contains no router_trace_rank"):
         calls_of(read_traces(tmp_path), 8, None)
     write(tmp_path, 2, lambda *_: [-1, -1])
-    with pytest.raises(ValueError, match="no choice of an expert"):
+    with pytest.raises(ValueError, match="no routed token"):
         replay(read_traces(tmp_path), MODEL, Cluster(), Device(), 2, 2)
     trace_path(str(tmp_path), 1).write_text(json.dumps({
         "step": 0, "block": "decoder", "layer": 1, "num_tokens": 1, "topk": 1,

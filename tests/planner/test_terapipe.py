@@ -108,7 +108,7 @@ def test_granularity_and_bad_input() -> None:
             cut(_times, arguments[0], arguments[1], granularity=(*arguments, 1)[2])
     with pytest.raises(ValueError, match="must be seconds >= 0"):
         cut(lambda length, context: -1.0, 4, 2)
-    with pytest.raises(ValueError, match="no cut of 4 tokens"):
+    with pytest.raises(ValueError, match="4 tokens cannot be divided"):
         cut(lambda length, context: float("inf"), 4, 2)
     with pytest.raises(ValueError, match="batch=0"):
         cut_batch(lambda size, length, context: 1.0, 0, 4, 2)
@@ -135,7 +135,7 @@ def test_one_slice_is_1f1b_and_slices_keep_less_alive() -> None:
     four = Pipeline(stages=4, micro_batches=8, slices=4, forward_s=0.25, backward_s=0.5)
     assert four.simulate().seconds < 0.85 * one[0].simulate().seconds
     assert four.peak_activations(sizes=[16] * 4) == [112, 96, 80, 64]
-    with pytest.raises(ValueError, match="one for each of 1 slices"):
+    with pytest.raises(ValueError, match="for each of 1 slices"):
         Pipeline(stages=2, micro_batches=1, slices=1, backward_s=(1.0, 2.0))
 
 
@@ -165,7 +165,7 @@ def test_times_are_fitted_to_measurements() -> None:
         assert times(length, start) == pytest.approx(true(length, start), rel=0.03)
     assert times(1, 0) == times(16, 0)
     assert fit([(8, 0, 2.0)])(16, 8) == 4.0
-    for bad, message in (([], "no slice without context"), ([(0, 0, 1.0)], "out of bounds")):
+    for bad, message in (([], "no slice without context"), ([(0, 0, 1.0)], "is invalid")):
         with pytest.raises(ValueError, match=message):
             fit(bad)
 

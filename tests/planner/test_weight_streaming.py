@@ -119,8 +119,8 @@ def test_bad_input_is_refused_by_name() -> None:
     layers = even(3)
     with pytest.raises(ValueError, match="limit of 304 bytes is too .* needs? 40. bytes"):
         plan(layers, 1, 304)
-    for call, match in ((lambda: plan([], 1, 9), "0 layers: must be from 1 to"),
-                        (lambda: plan(layers, 0, 9), "0 accumulated micro-batches"),
+    for call, match in ((lambda: plan([], 1, 9), "has 0 layers; it must have from 1 to"),
+                        (lambda: plan(layers, 0, 9), "accumulated micro-batches is 0"),
                         (lambda: replace(layers[0], load_s=math.inf), "'0': load_s=inf must be")):
         with pytest.raises(ValueError, match=match):
             call()

@@ -83,15 +83,15 @@ def given(ids_TK: torch.Tensor = IDS, weights_TK: torch.Tensor = TWO, **more) ->
 
 
 @pytest.mark.parametrize("routing,message", [
-    ((IDS, TWO), "router Given returned a tuple: must be a moe_plugin.records.Routing"),
-    (given(IDS + 1), r"ids_TK with experts 1\.\.4: must be in 0..3, or -1.*num_experts=4"),
-    (given(IDS - 2), r"ids_TK with experts -2\.\.1: must be in 0..3"),
-    (given(IDS[:2]), r"ids_TK of shape \(2, 2\) and torch.int64: must be int64 of shape \(3, k\)"),
-    (given(IDS.int()), r"ids_TK of shape \(3, 2\) and torch.int32: must be int64"),
-    (given(weights_TK=TWO[:, :1]), r"weights_TK of shape \(3, 1\).*must be float of shape \(3, 2"),
-    (given(weights_TK=IDS), r"weights_TK of shape \(3, 2\) and torch.int64: must be float"),
-    (given(priority_T=TWO), r"priority_T of shape \(3, 2\).*must be of shape \(3,\),"),
-    (given(passthrough_T=TWO[:2, 0]), r"passthrough_T of shape \(2,\)"),
+    ((IDS, TWO), "returned an object of type tuple. It must return a moe_plugin"),
+    (given(IDS + 1), r"ids_TK with experts 1\.\.4. They must be in 0..3, or -1.*num_experts=4"),
+    (given(IDS - 2), r"ids_TK with experts -2\.\.1. They must be in 0..3"),
+    (given(IDS[:2]), r"ids_TK with shape \(2, 2\) .*torch.int64. It must be int64 of shape \(3, k"),
+    (given(IDS.int()), r"ids_TK with shape \(3, 2\) .*torch.int32. It must be int64"),
+    (given(weights_TK=TWO[:, :1]), r"weights_TK with shape \(3, 1.*must be float of shape \(3, 2"),
+    (given(weights_TK=IDS), r"weights_TK with shape \(3, 2\) .*torch.int64. It must be float"),
+    (given(priority_T=TWO), r"priority_T with shape \(3, 2\).*must be of shape \(3,\),"),
+    (given(passthrough_T=TWO[:2, 0]), r"passthrough_T with shape \(2,\)"),
 ])
 @pytest.mark.parametrize("dispatch", ["ragged", "padded"])
 def test_what_a_foreign_router_returns_is_checked(dispatch: str, routing: Routing,

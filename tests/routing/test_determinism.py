@@ -82,8 +82,8 @@ def two_layers(name: str) -> tuple[MoELayer, MoELayer]:
     return make(name, tree), make(name, tree)
 
 
-NOT_ITS_RECORDING = (r"call {} of a replay does not fit its recording: it asks for {}, and the "
-                     r"recording has {}; must be equal: record and replay .*same mode")
+NOT_ITS_RECORDING = (r"Call {} of the replay does not match the recording: the replay requests {}, "
+                     r"but the recording has {}. Record and replay .*same mode")
 
 
 @pytest.mark.parametrize("name,first,asked,recorded", [
@@ -108,7 +108,7 @@ def test_a_recording_of_another_mode_is_refused(name: str, first: int, asked: st
     (3, 24, NOT_ITS_RECORDING.format(3, "the choice of module 1", "nothing more")),
     (1, 24, NOT_ITS_RECORDING.format(2, "nothing more", "the choice of module 1")),
     (2, 23, NOT_ITS_RECORDING.format(1, r"the choice of module 1 of shape \(23, 2\)",
-                                     r"one of \(24, 2\)")),
+                                     r"shape \(24, 2\)")),
 ])
 def test_more_or_fewer_calls_than_recorded_and_other_shapes_are_refused(
         calls: int, tokens: int, message: str) -> None:
@@ -119,7 +119,7 @@ def test_more_or_fewer_calls_than_recorded_and_other_shapes_are_refused(
         for _ in range(calls):
             layer(x[:tokens])
     tape.calls = []
-    with (pytest.raises(ValueError, match="2 values has 0 entries.*tape.ids and tape.calls"),
+    with (pytest.raises(ValueError, match="2 values but 0 entries.*tape.ids and tape.calls"),
           replay_routing(tape)):
         layer(x)
 
@@ -216,7 +216,7 @@ def test_every_dispatcher_and_expert_kernel_runs_in_strict_mode(strict: None) ->
 def test_deterministic_mode_is_refused_where_it_would_not_hold() -> None:
     with pytest.raises(
             ValueError,
-            match="deterministic=True does not fit torch's present mode.*determinism.enable"):
+            match="deterministic=True requires torch.use_deter.*determinism.enable"):
         make("topk", {"deterministic": True})
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

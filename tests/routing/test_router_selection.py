@@ -77,7 +77,7 @@ def test_a_call_may_name_its_gate_under_any_rule() -> None:
 
 def test_layers_by_number() -> None:
     stack = torch.nn.ModuleList(make(rule="layer") for _ in range(4))
-    with pytest.raises(ValueError, match=r"layer=None does not fit.*number_layers\(model\)"):
+    with pytest.raises(ValueError, match=r"but layer=None.*number_layers\(model\)"):
         who(stack[0])
     assert number_layers(stack) == 4
     a, b, c = NAMES.split(",")
@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_on_in_the_sequence(rule: str) -> None:
 
 @pytest.mark.parametrize("router,words", [
     ({"name": "switch", "selection": {"rule": "cycle"}},
-     "router.selection.rule='cycle' .*with the one router 'switch'"),
+     "router.selection.rule='cycle' .*with the single router 'switch'"),
     ({"name": NAMES, "selection": {"rule": "cycle", "every": 0}},
      "router.selection.every=0 .*>= 1"),
     ({"name": NAMES, "selection": {"rule": "cycle", "outside_training": 3}},
@@ -143,7 +143,7 @@ def own_rule(own_entries: None) -> None:
 def test_a_custom_rule(own_rule: None) -> None:
     layer = make(rule="test_warm_up", every=3)
     assert sequence(layer, 5) == ["switch"] * 3 + ["expert_choice"] * 2
-    message = r"selection 'test_warm_up': index=3 is out of bounds: must be in 0..2"
+    message = r"selection 'test_warm_up': index=3, but must be in 0..2"
     with pytest.raises(ValueError, match=message):
         who(layer)
 
@@ -210,7 +210,7 @@ def test_losses_of_one_router_alone_are_absent_where_another_decides() -> None:
         finish_step(layer)
     assert seen == [{"noisy_load", "switch"}, {"load_importance", "switch"},
                     {"load_importance", "switch"}]
-    with pytest.raises(ValueError, match="losses.noisy_load cannot be used with this router"):
+    with pytest.raises(ValueError, match="losses.noisy_load cannot be used with "):
         make("switch,gshard", {"noisy_load": 0.1})
 
 

@@ -48,7 +48,7 @@ def test_a_fixed_number_of_experts(name: str, k: int) -> None:
     assert make(name, k=k, **more).fixed_k == router.config.experts_per_token == k
     info = TokenInfo(torch.arange(5))
     assert router(torch.randn(5, 6), None, None, info).ids_TK.shape == (5, k)
-    with pytest.raises(ValueError, match=f"top_k=3 is out of bounds: must be {k}"):
+    with pytest.raises(ValueError, match=f"top_k=3 cannot .* always chooses {k}"):
         router(torch.randn(5, 6), None, 3, info)
 
 
@@ -86,19 +86,19 @@ def test_a_groups_score_is_the_sum_of_its_best(name: str, counted: int) -> None:
 
 
 def test_groups_are_checked() -> None:
-    with pytest.raises(ValueError, match="router.group_scores=4 is out of bounds: must be <= 2"):
+    with pytest.raises(ValueError, match="router.group_scores=4 exceeds the 2 experts"):
         make("group_limited", groups=4, group_scores=4)
-    with pytest.raises(ValueError, match="router.groups=0 does not fit router sam"):
+    with pytest.raises(ValueError, match="router.groups=0 cannot be used by router sam"):
         make("sam")
-    with pytest.raises(ValueError, match="router.groups=3 does not fit"):
+    with pytest.raises(ValueError, match="router.groups=3 cannot be used"):
         make("group_limited", groups=3)
-    with pytest.raises(ValueError, match="router.top_k=5 does not fit router sam: must be <= 4"):
+    with pytest.raises(ValueError, match="router.top_k=5 is too large for router sam, .* 4"):
         make("sam", groups=2)(torch.randn(3, 6), None, 5)
     with pytest.raises(
             ValueError,
-            match="router.top_k=3 does not fit num_experts=8: ktop1 needs a divisor; use 2"):
+            match="router.top_k=3 is not a divisor of num_experts=8, as .*ktop1 requires. Use 2"):
         make("ktop1", k=3)
-    with pytest.raises(ValueError, match="router.top_k=6 does not fit num_experts=8.*use 4"):
+    with pytest.raises(ValueError, match="router.top_k=6 is not a divisor of num_experts=8.*Use 4"):
         make("ktop1", k=2)(torch.randn(3, 6), top_k=6)
 
 
@@ -146,7 +146,7 @@ def test_noisy_topk_is_shazeers_formula() -> None:
     got.losses["noisy_load"].backward()
     assert router.noise_ED.grad.abs().sum() > 0
     assert set(router.eval()(x).losses) == {"importance"}
-    with pytest.raises(ValueError, match="losses.noisy_load cannot be used with this router"):
+    with pytest.raises(ValueError, match="losses.noisy_load cannot be used with "):
         make("topk", losses={"noisy_load": 1.0})
 
 
@@ -280,11 +280,11 @@ def test_hash_tables_from_settings(tmp_path) -> None:
     assert make("hash", hash={"kind": "file",
                               "path": str(path)})(x, None, None,
                                                   info).ids_TK[:, 0].tolist() == [3, 0, 1, 2, 7]
-    with pytest.raises(ValueError, match=r"names experts 0..7: must be in 0..3"):
+    with pytest.raises(ValueError, match=r"contains experts 0..7, but experts must be in 0..3"):
         make("hash", experts=4, hash={"kind": "file", "path": str(path)})
-    with pytest.raises(ValueError, match="router.hash.vocabulary=0 does not fit"):
+    with pytest.raises(ValueError, match="router.hash.vocabulary=0 is not valid"):
         make("hash")
-    with pytest.raises(ValueError, match="vocabulary=6 does not fit.*5 entries"):
+    with pytest.raises(ValueError, match="vocabulary=6 is not valid.*5 entries"):
         make("hash", hash={"kind": "file", "path": str(path), "vocabulary": 6})
     with pytest.raises(ValueError, match="cannot be read"):
         make("hash", hash={"kind": "file", "path": str(tmp_path / "none")})
@@ -294,13 +294,13 @@ def test_hash_tables_from_settings(tmp_path) -> None:
         one,
         make("hash", hash={"kind": "random", "vocabulary": 40, "seed": 6}).table_V)
     router = make("hash", hash={"vocabulary": 4})
-    with pytest.raises(ValueError, match=r"token ids 0..4 are out of bounds: must be in 0..3"):
+    with pytest.raises(ValueError, match=r"token ids are in 0..4, but must be in 0..3"):
         router(x, None, None, info)
-    with pytest.raises(ValueError, match="token_ids_T=None does not fit HashRouter"):
+    with pytest.raises(ValueError, match="HashRouter needs the vocabulary index"):
         router(x)
-    with pytest.raises(ValueError, match="does not fit: must be .5,., one for each token"):
+    with pytest.raises(ValueError, match="must have shape .5,., one value per token"):
         router(x, None, None, TokenInfo(torch.arange(4)))
-    with pytest.raises(ValueError, match="token_ids_T of dtype torch.float32 does not fit"):
+    with pytest.raises(ValueError, match="token_ids_T has dtype torch.float32"):
         router(x, None, None, TokenInfo(torch.arange(5.0)))
     # padding may carry any id
     assert router(x, torch.arange(5) < 4, None, info).ids_TK[:, 0].tolist()[4] == -1
@@ -316,7 +316,7 @@ def test_token_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
 def test_negative_frequencies_are_refused(tmp_path) -> None:
     path = tmp_path / "counts.txt"
     path.write_text("3 0 -7 2")
-    with pytest.raises(ValueError, match="router.hash.path=.* has the frequency -7: must be >= 0"):
+    with pytest.raises(ValueError, match="router.hash.path=.* contains the frequency -7"):
         make("hash", hash={"kind": "balanced", "path": str(path)})
 
 
@@ -331,16 +331,16 @@ def test_token_ids_reach_the_router_through_the_layer() -> None:
     info = TokenInfo(ids, torch.arange(3)[:, None].expand(3, 4), 3)
     out = layer(torch.randn(3, 4, 6), info=info)
     assert torch.equal(out.stats.load_KE[0], torch.bincount(layer.router.table_V, minlength=4))
-    with pytest.raises(ValueError, match="sequence_T=None does not fit losses.sequence"):
+    with pytest.raises(ValueError, match="losses.sequence needs the sequence number"):
         layer(torch.randn(3, 4, 6), info=TokenInfo(ids))
 
 
 @pytest.mark.parametrize("sequence_T,sequences,message", [
-    (torch.zeros(4, dtype=torch.int64), 0, "sequences=0 does not fit losses.sequence.*>= 1; pass"),
-    (torch.zeros(3, dtype=torch.int64), 1, r"sequence_T of shape \(3,\) does not fit: must be"),
-    (torch.zeros(4), 1, r"sequence_T of dtype torch.float32 does not fit: must be integers; pass"),
+    (torch.zeros(4, dtype=torch.int64), 0, "at least 1, but sequences=0. Pass"),
+    (torch.zeros(3, dtype=torch.int64), 1, r"sequence_T has shape \(3,\), but must have"),
+    (torch.zeros(4), 1, r"sequence_T has dtype torch.float32, but must contain integers. Pass"),
     (torch.tensor([0, 1, -1, 0]), 2, r"sequence_T has values -1\.\.1.*must be in 0..sequences-1=1"),
-    (torch.tensor([0, 1, 2, 0]), 2, r"sequence_T has values 0\.\.2, .*pass how many"),
+    (torch.tensor([0, 1, 2, 0]), 2, r"sequence_T has values 0\.\.2, .*pass the number"),
 ])
 def test_sequences_that_do_not_fit_are_refused(sequence_T: torch.Tensor, sequences: int,
                                                message: str) -> None:
@@ -383,7 +383,7 @@ def test_one_of_several_routers_decides_a_call() -> None:
     x = torch.randn(8, 6)
     shapes = [layer(x, info=TokenInfo(router_index=i)).stats.load_KE.shape[0] for i in range(3)]
     assert shapes == [1, 2, 4] and layer(x).stats.load_KE.shape[0] == 1
-    with pytest.raises(ValueError, match=r"router_index=3 is out of bounds: must be in 0..2"):
+    with pytest.raises(ValueError, match=r"router_index=3, but must be in 0..2"):
         layer(x, info=TokenInfo(router_index=3))
     finish_step(layer)
     assert layer.router.routers[1].load_E.sum() == 0

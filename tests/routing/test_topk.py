@@ -149,7 +149,7 @@ def test_ties_go_to_the_lower_expert() -> None:
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_top_k_of_a_call_is_checked(k: int) -> None:
-    with pytest.raises(ValueError, match=f"top_k={k} .*1..num_experts=4"):
+    with pytest.raises(ValueError, match=f"top_k={k} .*between 1 and num_experts=4"):
         make_router()(torch.randn(3, 8), top_k=k)
 
 
@@ -197,7 +197,7 @@ def test_second_expert_policies_take_no_other_number_in_training(policy: str, k:
     router = make_router(second_expert_policy=policy)
     with pytest.raises(
             ValueError,
-            match=f"top_k={k} .* must be 2 in training with router.second_expert_policy='{policy}'"
+            match=f"top_k={k} cannot .*second_expert_policy='{policy}', which requires"
     ):
         router(torch.randn(5, 8), None, k)
     assert router.eval()(torch.randn(5, 8), None, k).ids_TK.shape == (5, k)

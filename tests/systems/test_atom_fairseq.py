@@ -32,7 +32,7 @@ def same_runs(corpus: Corpus, folder: Path, flags: str, updates: int) -> Result:
     """Of the streamed run, whose numbers and files are those of the resident one."""
     device, host = (train(corpus, folder / where, f"{flags} --weights-on {where}", updates)
                     for where in ("device", "host"))
-    assert "stream in 4 parts" in host.log
+    assert "streamed in 4 parts" in host.log
     assert numbers(host) == numbers(device) and host.steps[-1]["num_updates"] == updates
     names = {path.name for path in (folder / "host").glob("*.pt")}
     assert names == {path.name for path in (folder / "device").glob("*.pt")} and len(names) > 1

@@ -113,14 +113,14 @@ def test_peers_and_trainers_come_and_go(data: str, tmp_path: Path) -> None:
         run.processes["a"].send_signal(signal.SIGKILL)
         run.processes["lead"].send_signal(signal.SIGSTOP)  # else it may end before the newcomer
         run.start("e", "--swarm", "peer")
-        run.until(lambda: "looks for a trainer" in run.said("e"), "e")
+        run.until(lambda: "is looking for a trainer" in run.said("e"), "e")
         run.processes["lead"].send_signal(signal.SIGCONT)
         run.ends("lead", "join", "b", "c", "d", "e")
     assert len(numbers(whole)) == 12 * 2 + 5
     assert numbers(records(log)) == pytest.approx(numbers(whole), rel=CLOSE)
     joined = numbers(records(tmp_path / "join.jsonl"))
     assert joined == pytest.approx(numbers(whole)[-len(joined):], rel=CLOSE)
-    assert len(re.findall("peer .* has come", run.said("lead"))) == 5
+    assert len(re.findall("peer .* has connected", run.said("lead"))) == 5
     assert int(re.findall(r"this trainer drove (\d+) micro", run.said("join"))[0]) > 0
     (saved / "latest_checkpointed_iteration.txt").write_text("8")
     rest, swarm[1] = tmp_path / "rest.jsonl", f"127.0.0.1:{free_port()}"

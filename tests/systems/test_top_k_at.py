@@ -85,7 +85,7 @@ def test_parts_of_a_run_and_a_saved_state() -> None:
     # and into layers without a schedule, and from them
     layer(4).load_state_dict(saved)
     layer(4, {2: 1}).load_state_dict(layer(4).state_dict())
-    with pytest.raises(ValueError, match="by parts of a run, whose number.*TrainingSteps"):
+    with pytest.raises(ValueError, match="fractions of the run, but.*TrainingSteps"):
         finish_step(layer(4, {0.5: 1}))
 
 
@@ -105,10 +105,10 @@ def test_a_compiled_layer_follows() -> None:
      "token are fixed; leave it out, or use router.name=topk"),
     ({"name": "dense_to_sparse", "top_k_at": {2: 1}}, "dense_to_sparse.*are fixed"),
     ({"top_k_at": {2: 9}}, "top_k_at=.*<= num_experts=8"),
-    ({"top_k_at": {0: 2}}, "steps from 2"), ({"top_k_at": {0.5: 2, 10: 1}}, "or by parts"),
+    ({"top_k_at": {0: 2}}, "steps from 2"), ({"top_k_at": {0.5: 2, 10: 1}}, "or by fractions"),
     ({"top_k_at": {5: 2, 3: 1}}, "ascending"), ({"top_k_at": {5: 0}}, ">= 1 expert"),
     ({"top_k_at": {5: 1}, "second_expert_policy": "random"}, "top_k is 2, then 1: set it to 2"),
-    ({"name": "noisy_topk", "top_k_at": {5: 1}}, "top_k_at.*would teach the router"),
+    ({"name": "noisy_topk", "top_k_at": {5: 1}}, "top_k_at.*so the router would"),
     ({"top_k_at": 3}, "must be a mapping of number to number")])
 def test_what_cannot_be_is_refused(settings: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):

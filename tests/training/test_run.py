@@ -203,4 +203,5 @@ with stops_in_one_line():
         time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "stopped at step 3; nothing was to be saved\n")
+    assert (done.returncode, done.stderr) == (
+        130, "stopped at step 3; no checkpoints were requested\n")

@@ -61,7 +61,7 @@ def test_a_host_has_each_feature_or_a_reason() -> None:
 def test_what_a_host_lacks_is_refused_with_a_remedy(name: str, host: str) -> None:
     settings = run_from_dict(ASKED[name][0])
     lack = LACKS[name, host]
-    with pytest.raises(ValueError, match=f"{name}=.* fit {HOSTS[host]}: must be ") as error:
+    with pytest.raises(ValueError, match=f"{name}=.* is not supported in {HOSTS[host]}, ") as error:
         make_run(settings, HostSeams(host=host, models=[], world=LocalComm()))
     assert lack.reason in str(error.value) and lack.remedy in str(error.value)
     refuse_lacking(RunConfig(), host)
@@ -72,7 +72,7 @@ def test_the_doctor_has_a_row_for_each() -> None:
     rows = {row["name"]: row for row in run_rows()}
     assert set(rows) == set(ASKED)
     assert "vision" not in rows[REPLICAS]["state"]
-    assert "vision: its epochs" in rows[REPLICAS]["what"]
+    assert "vision: each epoch" in rows[REPLICAS]["what"]
     assert rows["observe.jsonl"]["state"] == ", ".join(HOSTS)
     assert not rows["observe.jsonl"]["what"]
 
@@ -81,7 +81,7 @@ def test_the_doctor_has_a_row_for_each() -> None:
 @pytest.mark.parametrize("settings", [{"guard": {"votes": 3}},
                                       {"offload": {"activations": "recompute"}}])
 def test_a_seam_that_is_missing_is_said(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="does not fit this run of Megatron.*: leave it out"):
+    with pytest.raises(ValueError, match="not supported in this run of Megatron.*: leave it out"):
         make_run(run_from_dict(settings),
                  HostSeams(host="megatron", models=[nn.Linear(2, 2)], world=LocalComm()))
 

@@ -82,7 +82,7 @@ def test_a_group_takes_its_own_of_a_network_of_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_a_network_of_other_ranks_is_refused(tmp_path: Path, ranks: int, collectives: str) -> None:
     path = file(tmp_path, ranks)
-    with pytest.raises(ValueError, match=f"has {ranks} ranks, which does not fit .* with {SIZE}"):
+    with pytest.raises(ValueError, match=f"has {ranks} ranks, but the group .* has {SIZE}"):
         run_simulated(SIZE, lambda comm: chosen(comm, collectives=collectives, network=path))
 
 

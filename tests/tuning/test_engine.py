@@ -213,13 +213,13 @@ def test_state_from_before_a_field_existed() -> None:
     assert json.loads(json.dumps(same.state())) == json.loads(json.dumps(t.state()))
     sends = {dataclasses.replace(c, send=send): 1.0 for c in CHOICES for send in ("rows", "ranks")}
     more = Tuner(lambda bucket: sends)
-    assert more.load_state(old) == ["send was not known when it was saved"]
+    assert more.load_state(old) == ["send was unknown when the state was saved"]
     [bucket] = old["buckets"]
     assert not more.known(tuple(bucket["bucket"]))
     assert [len(b["measured"]) for b in more.state()["buckets"]] == [len(bucket["measured"])]
     gone = Tuner(lambda bucket: {LayoutChoice(r=0, kernel="loop"): 1.0})
     [why] = gone.load_state(old)
-    assert "is not possible here any more" in why
+    assert "is not possible any more" in why
 
 
 def test_no_candidates_is_an_error() -> None:

@@ -345,8 +345,8 @@ def test_a_cut_that_a_dispatcher_cannot_make_is_refused() -> None:
     settings = from_dict({"model_dim": 8, "num_experts": 2, "experts": {"hidden_dim": 16},
                           "dispatch": {"name": "padded", "capacity_factor": 1.0},
                           "parallel": {"d": 2, "cut": "peers"}})
-    with pytest.raises(ValueError, match="parallel.cut='peers' does not fit dispatch.name='padded'"
-                       r".*must be one of \['rows'\]"):
+    with pytest.raises(ValueError, match="parallel.cut='peers' cannot be combined with "
+                       r"dispatch.name='padded'.*Choose one of \['rows'\]"):
         run_simulated(2, lambda comm: MoELayer(settings, comm))
 
 

@@ -71,7 +71,7 @@ def test_layers_of_one_shape_have_one_line_in_the_log(caplog: pytest.LogCaptureF
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("layout: ")]
     assert len(said) == len(set(said)) == 2, said
     assert "experts' weights gathered, no all-to-all, one piece; predicted " in "".join(said)
-    assert "(`--moe-parallel fixed` keeps r=1)" in "".join(said)
+    assert "(`--moe-parallel fixed` keeps parallel.r=1)" in "".join(said)
 
 
 @pytest.mark.parametrize("mode", ["predicted", "auto"])
@@ -96,7 +96,7 @@ def test_where_tokens_go_is_measured_and_said(mode: str,
         assert [visits for _, visits in found] == [{1: OnceRows(1.0, 1.0, 4)}] * 4
     else:
         assert all(label.split("send=")[1] in ("ranks", "nodes") for label, _ in found)
-        assert ("rows sent, per token: 1.00, between nodes 0.50; saved by sending once: 75 %"
+        assert ("rows sent per token: 1.00, between nodes: 0.50; saved by sending once: 75 %"
                 in said)
 
 
@@ -175,7 +175,7 @@ def test_a_layout_saved_before_rows_were_sent_once_is_predicted_again(
 
     with caplog.at_level(logging.INFO):
         assert run_simulated(2, rank) == [[False, True]] * 2
-    assert "is predicted again: it was saved before" in caplog.text
+    assert "is replaced by a new prediction: the checkpoint predates" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["predicted", "auto"])

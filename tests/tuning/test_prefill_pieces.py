@@ -99,8 +99,8 @@ def test_of_a_tuned_layout_only_the_pieces_change(devices: Path) -> None:
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"dispatch": {"name": "all_gather"}}, "does not fit dispatch.name='all_gather'"),
-    ({"parallel": {"spill": "least_loaded"}}, "does not fit parallel.spill='least_loaded'")])
+    ({"dispatch": {"name": "all_gather"}}, "combined with dispatch.name='all_gather'"),
+    ({"parallel": {"spill": "least_loaded"}}, "combined with parallel.spill='least_loaded'")])
 def test_what_does_not_fit_is_refused(settings: dict, message: str, devices: Path) -> None:
     def rank(comm: Comm) -> str:
         with pytest.raises(ValueError) as caught:

@@ -118,7 +118,7 @@ def test_another_run_is_overruled(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_counts_as_long_as_it_is_new(tmp_path: Path) -> None:
     path = tmp_path / LOCK
     path.touch()
-    with pytest.raises(ValueError, match="does not say of which process"):
+    with pytest.raises(ValueError, match="does not name its process"):
         hold_folder(tmp_path)
     os.utime(path, (1, 1))
     hold_folder(tmp_path).release()

@@ -1,7 +1,7 @@
-"""Compiles this folder's C for the processor, once per machine and user, and loads it.
+"""Compile this folder's C code for the processor, once per machine and user, and load it.
 
-Where that is not possible (no compiler, another processor) torch's operations take its place, and
-`moe-plugin doctor` says why.
+If this is not possible (no compiler, another processor), torch's operations are used, and
+`moe-plugin doctor` reports the reason.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from moe_plugin.utils.messages import short
 logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
-TIMEOUT = 60  # seconds; half a second is usual
-# No function sets errno or traps, and a product may be added without being rounded before; sums
-# keep their order, but for those over a row's values, and NaN and infinity keep their meaning.
+TIMEOUT = 60  # seconds; compiling usually takes half a second
+# The code relies on neither errno nor traps, and may fuse a product and a sum without rounding in
+# between. -ffast-math is not used: NaN and infinity must keep their meaning, and sums their order,
+# except for sums over the values of a row.
 _OPTIONS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp-simd", "-ffp-contract=fast",
             "-fno-math-errno", "-fno-trapping-math")
-# by torch's name of what the processor has, and by its own
+# options by torch's name for the processor's capability
 _PROCESSORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma",
                "-mprefer-vector-width=512"),
@@ -46,55 +47,58 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """The functions cannot be compiled or run here; the text says why."""
+    """The functions cannot be compiled or run on this machine; the text contains the reason."""
 
 
 @functools.cache
 def library(source: str, *defines: str) -> ctypes.CDLL | str:
-    """The functions of a source file of this folder, or why there are none.
+    """Return the functions of a source file of this folder, or the reason why they are unavailable.
 
-    defines: `NAME=value` of the preprocessor. A compiler that fails is reported, as a warning.
+    A failing compiler is reported as a warning.
+
+    defines: preprocessor definitions `NAME=value`.
     """
     try:
-        found = _loaded(SOURCES / source, compiler_command(defines))
-        _use_threads_of_torch(found)
+        loaded = _loaded(SOURCES / source, compiler_command(defines))
+        _use_threads_of_torch(loaded)
     except (Unavailable, ValueError) as reason:
         return str(reason)
     except OSError as error:
         reason = f"cannot be compiled or loaded: {short(error)}"
-        logger.warning("torch's operations, which are slower, take the place of %s in experts on "
-                       "CPU: it %s", source, reason)
+        logger.warning("Experts on CPU use torch's operations, which are slower, instead of %s, "
+                       "because it %s", source, reason)
         return reason
-    return found
+    return loaded
 
 
 def why_not(source: str, *defines: str) -> str | None:
-    """Why `library` has no such functions; None where it has."""
-    found = library(source, *defines)
-    return found if isinstance(found, str) else None
+    """Return why `library` has no such functions, or None if it has."""
+    functions = library(source, *defines)
+    return functions if isinstance(functions, str) else None
 
 
 def processor_options(machine: str, capability: str, flags: Collection[str]) -> list[str]:
-    """Compiler options for a processor.
+    """Return the compiler options for a processor.
 
     Args:
-        machine: as `platform.machine` says it.
-        capability: as torch does.
-        flags: as Linux does.
-    Raises: Unavailable: a processor for which this has not been tried, or without vectors.
+        machine: machine name reported by `platform.machine`.
+        capability: capability name reported by torch.
+        flags: processor flags reported by Linux.
+    Raises: Unavailable: the processor is untested, or has no vector instructions.
     """
     if sys.platform != "linux" or machine != "x86_64":
-        raise Unavailable(f"it is for Linux on x86_64, and this is {sys.platform} on {machine}")
+        raise Unavailable(f"it supports only Linux on x86_64, and this is {sys.platform} on "
+                          f"{machine}")
     if capability not in _PROCESSORS:
-        raise Unavailable(f"it is for AVX2 and AVX-512, and torch finds {capability}")
+        raise Unavailable(f"it requires AVX2 or AVX-512, and torch reports {capability}")
     more = _MORE.items() if capability == "AVX512" else ()
     return [*_PROCESSORS[capability], *(option for flag, option in more if flag in flags)]
 
 
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """The C compiler's command: `CC`, else the first of `COMPILERS`.
+    """Return the command of the C compiler: `CC`, or else the first of `COMPILERS`.
 
-    Raises: Unavailable: there is none.
+    Raises: Unavailable: no compiler was found.
     """
     try:
         named = shlex.split(environment.get("CC", ""))
@@ -102,11 +106,11 @@ def compiler(environment: Mapping[str, str]) -> list[str]:
         raise Unavailable(f"CC={environment['CC']!r} is not a command: {error}") from error
     path = environment.get("PATH")
     for command in [named] if named else [[name] for name in COMPILERS]:
-        found = shutil.which(command[0], path=path)
-        if found is not None:
-            return [found, *command[1:]]
-    wanted = f"CC={environment['CC']!r} is not found" if named else "no C compiler is found"
-    raise Unavailable(f"{wanted}; on Debian or Ubuntu: sudo apt-get install gcc")
+        path_of_command = shutil.which(command[0], path=path)
+        if path_of_command is not None:
+            return [path_of_command, *command[1:]]
+    wanted = f"CC={environment['CC']!r} was not found" if named else "no C compiler was found"
+    raise Unavailable(f"{wanted}; on Debian or Ubuntu, run: sudo apt-get install gcc")
 
 
 def compiler_command(defines: Sequence[str]) -> list[str]:
@@ -123,8 +127,9 @@ def _flags() -> set[str]:
 
 
 def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
-    """The library that a command makes of a source on this processor, made now if it has not been
-    before, or does not load.
+    """Load the library that a command compiles from a source on this processor.
+
+    The library is compiled unless a usable library is cached.
     """
     texts = [path.read_text() for path in (source, *sorted(SOURCES.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *sorted(_flags()), *texts]).encode()).hexdigest()
@@ -132,50 +137,52 @@ def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
     if target.exists():
         with contextlib.suppress(OSError):
             return ctypes.CDLL(str(target))
-    # ranks may do this at once: each writes a file of its own, and the last one stays
-    handle, made = tempfile.mkstemp(".so", dir=target.parent)
+    # Several ranks may compile at once. Each writes a separate file, and the last rename wins.
+    handle, temporary = tempfile.mkstemp(".so", dir=target.parent)
     os.close(handle)
     try:
-        run_compiler([*command, "-o", made, str(source)])
-        found = ctypes.CDLL(made)
-        os.replace(made, target)
-        return found
+        run_compiler([*command, "-o", temporary, str(source)])
+        library = ctypes.CDLL(temporary)
+        os.replace(temporary, target)
+        return library
     except OSError:
-        if target.exists():  # another rank could: all of a node compute alike
+        if target.exists():  # another rank succeeded: all ranks of a node must use the same code
             return ctypes.CDLL(str(target))
         raise
     finally:
-        Path(made).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 def run_compiler(command: list[str]) -> None:
-    """Raises:
-        OSError: it fails, or takes longer than `TIMEOUT`.
+    """Run the compiler.
+
+    Raises:
+        OSError: the compiler fails, or takes longer than `TIMEOUT`.
     """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           start_new_session=True) as started:
         try:
-            said = started.communicate(timeout=TIMEOUT)[1].decode(errors="replace").strip()
+            stderr = started.communicate(timeout=TIMEOUT)[1].decode(errors="replace").strip()
         except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)  # with the programs that it runs
-            raise OSError(f"{command[0]} does not end within {TIMEOUT} s") from None
+            os.killpg(started.pid, signal.SIGKILL)  # including the programs that it started
+            raise OSError(f"{command[0]} did not finish within {TIMEOUT} s") from None
     if started.returncode:
-        raise OSError(f"{command[0]} ends with {started.returncode}: {short(said)}")
+        raise OSError(f"{command[0]} failed with exit status {started.returncode}: {short(stderr)}")
 
 
 def _folder() -> Path:
-    """Where compiled functions are kept: code, which no other user may have put there."""
+    """Return the folder for compiled code. No other user may have write access to it."""
     try:
         folder = cache_home() / "native"
-    except RuntimeError as error:  # a user without a home
-        raise Unavailable(f"there is no folder for what is compiled: {error}") from error
-    return user_cache("what is compiled there cannot be kept", folder)
+    except RuntimeError as error:  # the user has no home directory
+        raise Unavailable(f"there is no folder for compiled code: {error}") from error
+    return user_cache("compiled code cannot be cached", folder)
 
 
 def _use_threads_of_torch(found: ctypes.CDLL) -> None:
-    loaded = ctypes.CDLL(None)  # with what torch has loaded
+    loaded = ctypes.CDLL(None)  # symbols of all libraries that torch has loaded
     try:
         addresses = [ctypes.cast(getattr(loaded, name), ctypes.c_void_p) for name in THREADS]
     except AttributeError:
-        raise Unavailable("this torch runs its threads without OpenMP") from None
+        raise Unavailable("this build of torch does not use OpenMP threads") from None
     found.connect_threads(*addresses)

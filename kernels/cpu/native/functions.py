@@ -1,20 +1,23 @@
-"""Calls of compiled functions with CPU tensors: what `fused` does between two matmuls, each in one
-pass over the values, and the matmuls of a router with few experts.
+"""Python wrappers of compiled functions for CPU tensors.
 
-Passes (`NativePasses`). Torch's operations take several passes, and gelu and its derivative are
-computed apart. Here forward leaves the derivative where the value before the activation was, and
-backward multiplies by it, by the row's weight, and adds up the gradient of that weight. The layer
-of 8 experts of widths 512 and 2048 takes 0.96 of its time in bfloat16, gated 0.95 (4,096 tokens, k
-= 2, AMD Zen 5).
+`NativePasses` contains the operations of strategy `fused` between two matmuls, each in one pass
+over the values. With torch these operations take several passes, and gelu and its derivative are
+computed separately. Here forward overwrites the value before the activation with the derivative.
+Backward multiplies by it and by the row's weight, and adds up the gradient of this weight. With
+these passes, a layer of 8 experts of widths 512 and 2048 takes 0.96 of the time in bfloat16, and
+0.95 if gated (4,096 tokens, k = 2, AMD Zen 5).
 
-Legend: N rows, F inner width, D width of a row. All tensors are contiguous, float32 or bfloat16;
-scale_N, dots_N: float32. Computed in float32, each result rounded once.
+Notation of the passes: N rows, F inner width, D width of a row. All tensors are contiguous, float32
+or bfloat16; scale_N and dots_N are float32. Computation is in float32, and each result is rounded
+once.
 
-A router's matmuls (`Scores`). bfloat16 tokens and a matrix of which one side is a few experts:
-torch takes three times as long (4,096 tokens of width 512, 8 experts: scores 0.76 to 0.26 ms,
-gradient of the tokens 0.52 to 0.17, of the weight 0.97 to 0.31; AMD Zen 5, two threads).
+`Scores` contains the matmuls of a router with few experts, for bfloat16 tokens. If one dimension of
+a matrix is only a few experts, torch takes three times as long. With 4,096 tokens of width 512 and
+8 experts, the scores take 0.26 instead of 0.76 ms, the gradient of the tokens 0.17 instead of 0.52
+ms, and the gradient of the weight 0.31 instead of 0.97 ms (AMD Zen 5, two threads).
 
-Legend: T tokens, D width, E experts. x_TD: bfloat16; all other tensors float32; all contiguous.
+Notation of the router: T tokens, D width, E experts. x_TD is bfloat16, all other tensors are
+float32, and all are contiguous.
 """
 
 from __future__ import annotations
@@ -28,32 +31,34 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.native import build
 
-SMALL = 1 << 14  # values that are worth another thread
+SMALL = 1 << 14  # values per thread from which another thread saves time
 POINTER, INT64, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
-    """A function that returns nothing; types: of its arguments."""
-    found = getattr(functions, name)
-    found.argtypes, found.restype = types, None
-    return found
+    """Return a compiled function without a result. types: types of its arguments."""
+    compiled = getattr(functions, name)
+    compiled.argtypes, compiled.restype = types, None
+    return compiled
 
 
 def readable(x: Tensor) -> bool:
-    """Whether compiled functions can read x: values in the memory of the CPU, which no mode or
-    compiler holds back.
+    """Return whether compiled functions can read x directly.
+
+    The values must be in CPU memory, and neither a mode nor a compiler may defer them.
     """
+    # Other subclasses of Tensor, such as fake tensors, may have no memory to read.
     return (x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
             and not torch.compiler.is_compiling())
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where its first value is; None: NULL."""
+    """Return the address of the first element, or None for NULL."""
     return None if x is None else x.data_ptr()
 
 
 def threads(x: Tensor) -> int:
-    """How many threads are worth it for a pass over x."""
+    """Return the number of threads that a pass over x should use."""
     return min(torch.get_num_threads(), x.numel() // SMALL)
 
 
@@ -71,9 +76,9 @@ class NativePasses:
 
     def forward(self, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                 keep_slope: bool) -> None:
-        """after = act(before), times `up` of a gated expert.
+        """Compute after = act(before), for a gated expert times `up`.
 
-        keep_slope: before = act'(before); without `up` alone.
+        keep_slope: whether to overwrite before with act'(before). Only without `up`.
         """
         self._forward(*before_NF.shape, before_NF.data_ptr(),
                       None if up_NF is None else up_NF.data_ptr(), after_NF.data_ptr(), keep_slope,
@@ -82,53 +87,56 @@ class NativePasses:
     def backward(self, grad_NF: Tensor, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                  grad_up_NF: Tensor | None, scale_N: Tensor | None, dots_N: Tensor | None,
                  has_slope: bool) -> None:
-        """grad, of the value after the activation, becomes that of the value before it.
+        """Turn grad, the gradient of the value after the activation, into that of the value before
+        it.
 
         Args:
-            has_slope: forward left act'(before) and `after`, which are read. Otherwise `after`
-                is computed again and written.
-            scale_N: the gradients, of `grad_up` as well, times a factor of each row; None: 1.
-            dots_N: sums over the inner width of grad, before that, times `after`.
+            has_slope: True if forward stored act'(before) and `after`. Otherwise `after` is
+                recomputed and written.
+            scale_N: factor of each row for the gradients, including `grad_up`. None means 1.
+            dots_N: receives the sum over the inner width of the unscaled grad times `after`.
         """
         self._backward(*grad_NF.shape, grad_NF.data_ptr(), before_NF.data_ptr(), address(up_NF),
                        after_NF.data_ptr(), address(grad_up_NF), address(scale_N),
                        address(dots_N), has_slope, threads(grad_NF))
 
     def scale(self, grad_ND: Tensor, scale_N: Tensor) -> None:
-        """grad = scale grad."""
+        """Compute grad = scale grad."""
         self._scale(*grad_ND.shape, grad_ND.data_ptr(), scale_N.data_ptr(), threads(grad_ND))
 
 
 def passes(x: Tensor, activation: str) -> NativePasses | None:
-    """The passes for experts whose input is x; None: torch's operations, see `why_not`."""
+    """Return the passes for experts with input x, or None to use torch's operations; see `why_not`.
+    """
     return compiled_passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
 
 @functools.cache
 def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
-    """Made once; see `passes`."""
-    found = build.library(*_source(activation))
-    return None if isinstance(found, str) else NativePasses(found, dtype)
+    """Return the compiled passes, created once; see `passes`."""
+    library = build.library(*_source(activation))
+    return None if isinstance(library, str) else NativePasses(library, dtype)
 
 
 def _source(activation: str | None) -> tuple[str, ...]:
-    """Source and definitions, see `build.library`; None: of a router's matmuls."""
+    """Return source and definitions for `build.library`; None selects a router's matmuls."""
     return ("router.c",) if activation is None else ("passes.c", f"ACTIVATION={activation}")
 
 
 def why_not(activation: str | None) -> str | None:
-    """Why this machine has no passes for an activation (None: no matmuls of routers); None where
-    it has.
+    """Return why this machine has no passes for an activation, or None if it has.
+
+    With activation None, the answer is about the matmuls of routers.
     """
     return build.why_not(*_source(activation))
 
 
-EXPERTS = 16  # from twice as many on torch's matmuls are faster
-PARTS = 16  # of the tokens, whose sums are added up in the end
+EXPERTS = 16  # largest number of experts; torch's matmuls are faster from twice as many
+PARTS = 16  # partial sums over tokens; a fixed number, so that threads do not change the result
 
 
 class Scores:
-    """The matmuls, by compiled functions."""
+    """The matmuls of a router, computed by compiled functions."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         sizes, pointers = (INT64, INT64, INT64), [POINTER] * 3
@@ -137,7 +145,7 @@ class Scores:
         self._grad_weight = function(functions, "router_grad_weight", *sizes, *pointers, INT64, INT)
 
     def scores(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """x weight^T, [T, E]."""
+        """Compute x weight^T, [T, E]."""
         (tokens, width), experts = x_TD.shape, weight_ED.shape[0]
         scores_TE = weight_ED.new_empty(tokens, experts)
         self._scores(tokens, width, experts, x_TD.data_ptr(), weight_ED.data_ptr(),
@@ -145,7 +153,7 @@ class Scores:
         return scores_TE
 
     def grad_tokens(self, grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-        """grad weight, bfloat16 [T, D]; summed in float32, rounded once."""
+        """Compute grad weight, bfloat16 [T, D], summed in float32 and rounded once."""
         (tokens, experts), width = grad_TE.shape, weight_ED.shape[1]
         grad_TD = weight_ED.new_empty(tokens, width, dtype=torch.bfloat16)
         self._grad_tokens(tokens, width, experts, grad_TE.data_ptr(), weight_ED.data_ptr(),
@@ -153,8 +161,9 @@ class Scores:
         return grad_TD
 
     def grad_weight(self, grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-        """grad^T x, [E, D]."""
+        """Compute grad^T x, [E, D]."""
         (tokens, experts), width = grad_TE.shape, x_TD.shape[1]
+        # Each part is summed by one thread, and the parts are added in a fixed order.
         sums_PED = grad_TE.new_empty(PARTS, experts, width)
         self._grad_weight(tokens, width, experts, grad_TE.data_ptr(), x_TD.data_ptr(),
                           sums_PED.data_ptr(), PARTS, threads(x_TD))
@@ -162,8 +171,9 @@ class Scores:
 
 
 def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
-    """The matmuls of these tokens with this weight; None: torch's, whose errors say what does not
-    fit.
+    """Return the compiled matmuls for these tokens and this weight, or None to use torch's.
+
+    For tensors that do not fit, torch's matmul raises the error.
     """
     fit = (x_TD.dtype == torch.bfloat16 and readable(x_TD) and x_TD.is_contiguous()
            and readable(weight_ED) and x_TD.dim() == weight_ED.dim() == 2
@@ -172,6 +182,6 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 
 @functools.cache
 def compiled_scores() -> Scores | None:
-    """Made once; see `scores_of`."""
-    found = build.library(*_source(None))
-    return None if isinstance(found, str) else Scores(found)
+    """Return the compiled matmuls, created once; see `scores_of`."""
+    library = build.library(*_source(None))
+    return None if isinstance(library, str) else Scores(library)

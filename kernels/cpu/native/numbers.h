@@ -1,4 +1,4 @@
-/* Values as they are stored, and float32, in which everything is computed. */
+/* Conversions between stored values and float32, the type of all computations. */
 #ifndef MOE_PLUGIN_NUMBERS_H
 #define MOE_PLUGIN_NUMBERS_H
 
@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-#define CHUNK 1024 /* values that are computed before they are stored; in the nearest cache */
+#define CHUNK 1024 /* values computed before they are stored; fits the L1 cache */
 
 static inline float from_bits(uint32_t bits) {
     float x;
@@ -30,8 +30,8 @@ static inline void write_float32(float *restrict to, const float *restrict from,
 
 static inline float read_bfloat16(uint16_t x) { return from_bits((uint32_t)x << 16); }
 
-/* To the nearest, of two the even one; a NaN stays one. What is below 2^-126, where a float32 has
- * fewer digits, AVX-512's instruction makes 0. */
+/* Rounds to nearest, ties to even; a NaN stays a NaN. AVX-512's instruction turns float32
+ * subnormals (below 2^-126) into 0. */
 static inline void write_bfloat16(uint16_t *restrict to, const float *restrict from, int count) {
     int done = 0;
 #ifdef __AVX512BF16__

@@ -1,7 +1,7 @@
-/* Passes over an expert's inner values between two products, for one activation; see passes.py.
+/* Passes over an expert's inner values between two products, for one activation; see functions.py.
  *
- * Plain C that compilers turn into vector instructions. Compiled once per activation (build.py):
- * ACTIVATION is the name of one of the functions below.
+ * Plain C that compilers turn into vector instructions. Compiled once per activation (build.py),
+ * where ACTIVATION is the name of one of the functions below.
  */
 #include <math.h>
 #include <stddef.h>
@@ -13,14 +13,14 @@ typedef struct {
     float value, slope; /* act(x), act'(x) */
 } Point;
 
-/* From where on act(x) is x, or 0: nothing overflows, and -inf gives 0. A NaN stays what it is, here
- * and below: every comparison with it is false. */
+/* Beyond the limits act(x) is x or 0, so clamping prevents overflow, and -inf gives 0. A NaN stays
+ * a NaN here and below, because every comparison with NaN is false. */
 static inline float at_least(float x, float limit) { return x < limit ? limit : x; }
 
 static inline float at_most(float x, float limit) { return x > limit ? limit : x; }
 
-/* 2^y for y from -120 to 0, relative error 2e-9; 3e-6 where not `exact`. Least maximal error,
- * fitted on [-1/2, 1/2]. */
+/* 2^y for y from -120 to 0, with a relative error of 2e-9, or 3e-6 if not `exact`. The polynomials
+ * are fitted on [-1/2, 1/2] to the smallest maximum error. */
 static inline float power_of_two(float y, int exact) {
     float whole = rintf(y), f = y - whole, p;
     if (exact) {
@@ -41,9 +41,9 @@ static inline float power_of_two(float y, int exact) {
     return from_bits(to_bits(p) + ((uint32_t)(int32_t)whole << 23));
 }
 
-/* x times the normal distribution's share below x. The share above |x| is exp(-x^2 / 2) times a
- * polynomial of 1 / (1 + c |x|), fitted to [0, 16], relative error 3e-8; 4e-5 where not `exact`:
- * small results of negative x keep their digits. */
+/* x times the normal distribution function at x. The probability above |x| is exp(-x^2 / 2) times
+ * a polynomial of 1 / (1 + c |x|), fitted on [0, 16] with a relative error of 3e-8, or 4e-5 if not
+ * `exact`. The error is relative, so that small results for negative x stay precise. */
 static inline Point gelu(float x, int exact) {
     x = at_least(x, -16.0f);
     float near = at_most(x, 16.0f), distance = fabsf(near);
@@ -72,7 +72,7 @@ static inline Point gelu(float x, int exact) {
     return (Point){x * share, share + near * bell * 0.398942280f}; /* 1 / sqrt(2 pi) */
 }
 
-/* x sigmoid(v), where dv / dx = slope; near: x, at most what v is of */
+/* x sigmoid(v), where dv / dx = slope; near: x, clamped to the largest value used for v */
 static inline Point gated_by_sigmoid(float x, float near, float v, float slope, int exact) {
     float y = fabsf(v) * -1.44269504f; /* log2(e) */
     float e = power_of_two(at_least(y, -120.0f), exact), t = 1.0f / (1.0f + e);
@@ -111,7 +111,7 @@ static inline Point squared_relu(float x, int exact) {
     return (Point){half * half, half + half};
 }
 
-/* The work of one call, on values [rows, width]; pointers that a pass does not use are NULL. */
+/* The work of one call on values [rows, width]. Pointers that a pass does not use are NULL. */
 typedef struct {
     int64_t width;
     void *grad, *before, *up, *after, *grad_up;

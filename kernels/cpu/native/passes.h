@@ -1,8 +1,8 @@
-/* The passes for values of one type; included by passes.c once per type.
+/* The passes for values of one type; passes.c includes this file once per type.
  *
- * Each row is computed by one thread, from the left to the right in chunks, so that the number of
- * threads changes no result. What a pass does with a chunk: `count` values from number `at` on, of
- * a row whose gradient is multiplied by `scale`; it returns its part of the row's dot product.
+ * One thread computes each row, from left to right in chunks, so that the number of threads does
+ * not change any result. A pass receives a chunk of `count` values from index `at` on, and the
+ * factor `scale` of the row's gradient. It returns the chunk's part of the row's dot product.
  */
 #define READ NAMED(read)
 #define WRITE NAMED(write)
@@ -67,7 +67,7 @@ PASS(forward_gated) {
     return 0.0f;
 }
 
-/* before: act'. dots = grad . after; grad = scale grad before */
+/* before contains act'. dots = grad . after; grad = scale grad before */
 PASS(backward_from_slope) {
     float new_grad[CHUNK], dot = 0.0f;
     VALUE *restrict grad = AT(grad);
@@ -82,8 +82,8 @@ PASS(backward_from_slope) {
     return dot;
 }
 
-/* grad . after, with after as it was stored: that is what the forward pass has multiplied by the
- * last weight */
+/* grad . after, with the stored (rounded) after, because the forward pass multiplied this value by
+ * the last weight */
 static float NAMED(dot_of)(const VALUE *restrict grad, const VALUE *restrict after, int count) {
     float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
@@ -141,7 +141,7 @@ PASS(scaled) {
     return 0.0f;
 }
 
-/* up: NULL without; keep_slope: act' takes the place of before */
+/* up: NULL for plain experts; keep_slope: whether act' replaces before */
 void NAMED(forward)(int64_t rows, int64_t width, void *before, void *up, void *after,
                     int keep_slope, int threads) {
     Work work = {.width = width, .before = before, .up = up, .after = after};
@@ -151,8 +151,8 @@ void NAMED(forward)(int64_t rows, int64_t width, void *before, void *up, void *a
         &work, rows, threads);
 }
 
-/* up and grad_up: NULL without; scale: NULL for 1; dots: NULL where not wanted; has_slope: before
- * holds act', and after is read */
+/* up and grad_up: NULL for plain experts; scale: NULL for 1; dots: NULL if not needed; has_slope:
+ * whether before contains act' and after is read */
 void NAMED(backward)(int64_t rows, int64_t width, void *grad, void *before, void *up, void *after,
                      void *grad_up, const float *scale, float *dots, int has_slope, int threads) {
     Work work = {width, grad, before, up, after, grad_up, scale, dots};

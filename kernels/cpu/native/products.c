@@ -1,22 +1,23 @@
-/* Products of float32 matrices by the library that torch multiplies with, each by one thread and
- * several at a time: that library shares out each product to all threads, which takes longer the
- * fewer rows there are, and all of them wait for the last one after each.
+/* Products of float32 matrices with the library that torch uses, several at a time, each on one
+ * thread. The library would distribute each product to all threads. This takes longer the fewer
+ * rows there are, and after each product all threads wait for the last one.
  */
 #include "threads.h"
 
-/* Fortran's sgemm; values below 2^31 read alike as 32 and 64 bits */
+/* Fortran's sgemm. Integers below 2^31 have the same low bytes in 32 and 64 bits, so int64_t works
+ * for both variants of the library. */
 typedef void (*Gemm)(const char *, const char *, const int64_t *, const int64_t *, const int64_t *,
                      const float *, const float *, const int64_t *, const float *, const int64_t *,
                      const float *, float *, const int64_t *);
 
-/* out [rows, columns] = a [rows, inner] b [inner, columns], added to what is there or not */
+/* out [rows, columns] = a [rows, inner] b [inner, columns], added to old values if `adds` */
 typedef struct {
     const float *a, *b;
     float *out;
     int64_t rows, inner, adds;
 } Product;
 
-/* How matrices lie: steps from line to line, whose lines are rows, or columns */
+/* The layout of the matrices: the step from line to line, and whether lines are rows or columns */
 typedef struct {
     Gemm gemm;
     const Product *products;
@@ -30,7 +31,7 @@ static const char *form(int by_row, int out_by_row) {
 }
 
 static void multiply(const void *data, int64_t first, int64_t end) {
-    (void)first, (void)end; /* whoever is free takes the next one */
+    (void)first, (void)end; /* any free thread takes the next product */
     const Work *work = data;
     const float one = 1.0f, none = 0.0f;
     for (int64_t i; (i = __atomic_fetch_add(work->next, 1, __ATOMIC_RELAXED)) < work->number;) {
@@ -38,7 +39,7 @@ static void multiply(const void *data, int64_t first, int64_t end) {
         const float *before = p->adds ? &one : &none;
         const char *a_form = form(work->a_by_row, work->out_by_row);
         const char *b_form = form(work->b_by_row, work->out_by_row);
-        if (work->out_by_row) /* Fortran's matrices lie by column: the transposed product */
+        if (work->out_by_row) /* Fortran stores by column: compute the transposed product */
             work->gemm(b_form, a_form, &work->columns, &p->rows, &p->inner, &one, p->b,
                        &work->b_step, p->a, &work->a_step, before, p->out, &work->out_step);
         else
@@ -47,15 +48,16 @@ static void multiply(const void *data, int64_t first, int64_t end) {
     }
 }
 
-/* whether lines of a matrix are rows; -1: they have gaps, or no such matrix lies so */
+/* Returns 1 if the lines of a matrix are rows, 0 if they are columns, -1 if the matrix has another
+ * layout. */
 static int lie(int64_t by_row, int64_t by_column, int64_t rows, int64_t columns) {
     if (by_column == 1 && by_row >= columns)
         return 1;
     return by_row == 1 && by_column >= rows ? 0 : -1;
 }
 
-/* Matrices by their strides, the same of all products. 0: one does not lie as it must, and nothing
- * is done.
+/* Computes products of matrices with the given strides, which all products share. Returns 0 and
+ * does nothing if a matrix has an unsupported layout.
  */
 int products(void *gemm, int64_t number, const Product *products, int64_t columns, int64_t a_row,
              int64_t a_column, int64_t b_row, int64_t b_column, int64_t out_row,

@@ -1,7 +1,9 @@
-/* Products of a router with few experts: bfloat16 tokens, float32 weights; see scores.py.
+/* Products of a router with few experts, for bfloat16 tokens and float32 weights; see
+ * functions.py.
  *
- * A library's matmul wants the tokens in float32, and takes several times as long where one side of
- * a matrix is a few experts. Sums are of float32, in an order that no number of threads changes.
+ * A library's matmul needs the tokens in float32, and takes several times as long if one side of a
+ * matrix is a few experts. Sums are float32, in an order that does not depend on the number of
+ * threads.
  */
 #include "numbers.h"
 #include "threads.h"
@@ -39,7 +41,8 @@ static void scores_of(const void *work, int64_t first, int64_t end) {
             widen(r->x + token * width + at, x, count);
             const float *weight = r->weight + at;
             int64_t e = 0;
-            for (; e + 4 <= experts; e += 4) { /* four sums at once: each waits for itself */
+            /* Four independent sums, because each addition waits for the previous one. */
+            for (; e + 4 <= experts; e += 4) {
                 const float *w0 = weight + e * width, *w1 = w0 + width, *w2 = w1 + width,
                             *w3 = w2 + width;
                 float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
@@ -101,6 +104,7 @@ static void grad_weight_of(const void *work, int64_t first, int64_t end) {
         float *sums = r->sums + part * experts * width;
         int64_t last = r->tokens * (part + 1) / r->parts;
         memset(sums, 0, (size_t)(experts * width) * sizeof *sums);
+        /* four tokens at a time, so that sums are read and written once for four products */
         for (int64_t token = r->tokens * part / r->parts; token < last; token += 4) {
             int64_t some = last - token < 4 ? last - token : 4;
             for (int64_t at = 0; at < width; at += CHUNK) {
@@ -146,7 +150,7 @@ void router_grad_tokens(int64_t tokens, int64_t width, int64_t experts, const fl
     run(grad_tokens_of, &work, tokens, threads);
 }
 
-/* the sum of sums over the parts = grad^T x */
+/* The caller adds the sums of all parts; the result is grad^T x. */
 void router_grad_weight(int64_t tokens, int64_t width, int64_t experts, const float *grad,
                         const uint16_t *x, float *sums, int64_t parts, int threads) {
     Router work = {.tokens = tokens, .width = width, .experts = experts, .grad = grad, .x = x,

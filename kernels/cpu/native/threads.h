@@ -1,12 +1,12 @@
-/* Rows shared out to the threads of torch's own OpenMP, whose functions `connect_threads` is given:
- * a second pool of threads would wait for the same processors.
+/* Distributes rows to the threads of torch's own OpenMP library, because a second pool of threads
+ * would compete for the same processors. `connect_threads` receives that library's functions.
  */
 #ifndef MOE_PLUGIN_THREADS_H
 #define MOE_PLUGIN_THREADS_H
 
 #include <stdint.h>
 
-/* What one thread does: rows from first to end - 1. */
+/* The work of one thread: rows from first to end - 1. */
 typedef void (*Part)(const void *work, int64_t first, int64_t end);
 
 typedef struct {
@@ -19,7 +19,8 @@ typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 static Parallel parallel;
 static int (*thread_number)(void), (*team_size)(void);
 
-/* GOMP_parallel, omp_get_thread_num, omp_get_num_threads; once, before anything else */
+/* Receives GOMP_parallel, omp_get_thread_num and omp_get_num_threads. Must be called once, before
+ * any other function. */
 void connect_threads(void *start, void *number, void *size) {
     parallel = (Parallel)start;
     thread_number = (int (*)(void))number;

@@ -1,1 +1,1 @@
-"""Formats of checkpoints, one module or package a format; `all` registers them."""
+"""Checkpoint formats, each in a separate module or package; `all` registers them."""

@@ -1,4 +1,4 @@
-"""All formats of checkpoints: importing this registers them. Their modules import no framework."""
+"""Registration of all checkpoint formats by import. The format modules import no framework."""
 
 from moe_plugin.checkpoint.formats import plain as _plain  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats import tutel as _tutel  # noqa: F401 - registers

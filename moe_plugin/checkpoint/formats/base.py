@@ -1,6 +1,6 @@
-"""Formats of checkpoints by name: what `moe-plugin reshard` and `inspect` read and write.
+"""Checkpoint formats by name, which `moe-plugin reshard` and `inspect` read and write.
 
-A host registers its formats in a module of its own, so that this room needs no host.
+A host registers its formats in a separate module, so that this package does not depend on hosts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """How many ranks a written checkpoint is for; None: the format's own choice.
+    """Sizes for which a checkpoint is written. The format chooses every size that is not set.
 
     Attributes:
-        world: ranks in total (data-parallel ranks for fairseq).
+        world: total number of ranks (data-parallel ranks for fairseq).
         ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
-        shards: ranks over which each expert is cut.
-        dtype: of floating-point model tensors; `conversion` changes it for every format.
+        shards: number of ranks over which each expert is cut.
+        dtype: data type of floating-point model tensors; `conversion` applies it for every format.
     """
 
     world: int | None = None
@@ -51,48 +51,56 @@ class CheckpointSizes:
         for name in self.given():
             value = getattr(self, name)  # a field of this dataclass
             if name != "dtype" and (type(value) is not int or value < 1):
-                raise ValueError(f"layout {name}={value!r}: must be at least 1")
+                raise ValueError(f"layout {name}={value!r} is not valid: it must be an integer of "
+                                 "at least 1")
 
     def one_group(self, usual: int) -> int:
-        """Ranks, where each writes a file and all share the experts; `ValueError` where `world` and
-        `ep` differ.
+        """Return the number of ranks for a format with one file per expert-parallel rank.
+
+        Args:
+            usual: number of ranks if neither `world` nor `ep` is set.
+        Raises:
+            ValueError: `world` and `ep` differ.
         """
         if None not in (self.world, self.ep) and self.world != self.ep:
-            raise ValueError(f"--world {self.world} and --ep {self.ep} differ: the format has a "
-                             "file for each expert-parallel rank; give one of the two")
+            raise ValueError(f"--world {self.world} and --ep {self.ep} differ, but the format has "
+                             "one file for each expert-parallel rank; use only one of the two "
+                             "options")
         return self.ep or self.world or usual
 
     def given(self) -> tuple[str, ...]:
-        """Names of the fields that are set."""
-        return tuple(one.name for one in fields(self) if getattr(self, one.name) is not None)
+        """Return the names of the fields that are set."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
 class WriteProgress:
-    """What a writer tells its caller; this one ignores it and keeps nothing.
+    """Callbacks through which a writer reports progress. This base class does nothing.
 
-    A writer asks `keeps(name)` for each file (a path within the folder that it writes), skips the
-    file where that is True, calls `advance` as bytes are written, and `wrote(name)` when the file
-    is complete, closed and flushed to disk; `advance` and `wrote` by any thread.
+    A writer calls `keeps(name)` for each file (a path within the written folder) and skips the file
+    if the result is True. The writer calls `advance` as bytes are written, and `wrote(name)` when
+    the file is complete, closed and flushed to disk. Any thread may call `advance` and `wrote`.
     """
 
     def keeps(self, name: str) -> bool:
-        """Whether an interrupted conversion completed this file and it is what it wrote."""
+        """Return whether an interrupted conversion completed this file and the file is unchanged.
+        """
         return False
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done, written or kept."""
+        """Record that `nbytes` more bytes were written or reused."""
 
     def wrote(self, name: str) -> None:
-        """The file is complete."""
+        """Record that a file is complete."""
 
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write files of `torch.save` with `Derived` tensors; those that `progress` keeps are not made.
+    """Write `torch.save` files with `Derived` tensors; skip files that `progress` keeps.
 
     Args:
         path: an existing folder.
-        contents: by the file's name, what makes its content.
+        contents: functions that build the content, by file name.
+        progress: receives the progress.
     """
     with torch_files.SealedWriter(progress.advance) as writer:
         for name, make in contents.items():
@@ -104,16 +112,19 @@ MakesView = Callable[[Source], Source]
 
 
 class Format(ABC):
-    """One format of checkpoints. Its docstring's first sentence says what it is.
+    """A checkpoint format. The first sentence of a subclass's docstring describes the format.
 
     Attributes:
-        name: as registered.
-        sizes: fields of `CheckpointSizes` that it knows, without "dtype".
-        views_as, views_of: what makes a view of a source of this format with the names of another
-            one, and of a source of another one with the names of this; "neutral" stands for the
-            names of `moe_plugin.checkpoint.neutral`. They raise `CheckpointError` where a tensor or
-            setting has no place there, by its name.
-        becomes: formats that it is converted to and from; empty: all to which there is a way.
+        name: registered name.
+        sizes: fields of `CheckpointSizes` that the format supports, without "dtype".
+        views_as: maps the name of another format to a function that converts a source of this
+            format to the names of the other format. "neutral" denotes the names of
+            `moe_plugin.checkpoint.neutral`. The functions raise `CheckpointError` with the name of
+            a tensor or setting that the target format cannot represent.
+        views_of: maps the name of another format to a function that converts a source of the other
+            format to the names of this format.
+        becomes: formats to which and from which this format is converted; empty for all reachable
+            formats.
     """
 
     name: ClassVar[str]
@@ -124,83 +135,97 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Whether a file or folder is a checkpoint of this format, from names and headers alone.
+        """Return whether a file or folder is a checkpoint of this format, from names and headers
+        only.
 
         Args:
             path: the file or folder.
             trust: see `open`.
         Raises:
-            UntrustedFile: it cannot be told without classes that are not listed.
+            UntrustedFile: the format cannot be determined without unpickling classes that are not
+                listed.
         """
 
     @abstractmethod
     def open(self, path: Path, trust: bool = False) -> Source:
-        """Open for reading; tensors stay on disk.
+        """Open a checkpoint for reading; tensors stay on disk.
 
         Args:
+            path: the file or folder.
             trust: unpickle classes that are not listed, which can run code in the files.
         Raises:
             CheckpointError: a file is missing or damaged.
-            UntrustedFile: it holds other classes and `trust` is off.
+            UntrustedFile: a file contains classes that are not listed and `trust` is False.
         """
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
         """Write a source that has this format's names into the folder `path`, slice by slice.
 
-        The folder exists, has another name than the checkpoint will have, and may have files of an
+        The folder exists, is not the final folder of the checkpoint, and may have files of an
         interrupted conversion (`WriteProgress.keeps`).
 
+        Args:
+            source: a source with this format's names.
+            path: the folder.
+            layout: sizes for which the checkpoint is written.
+            progress: receives the progress.
         Raises:
-            CheckpointError: the source has something that the format cannot hold; by name.
+            CheckpointError: the format cannot store a tensor or setting of the source; the message
+                names it.
         """
-        raise CheckpointError(f"format {self.name!r} is read only; choose another --to")
+        raise CheckpointError(f"format {self.name!r} can only be read; choose another format with "
+                              "--to")
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """About how many bytes of tensors `write` writes, for a progress bar."""
+        """Return the approximate number of tensor bytes that `write` writes, for a progress bar."""
         return sum(entry.nbytes for entry in source.entries.values())
 
     def check(self, layout: CheckpointSizes) -> None:
-        """`ValueError` where the layout has a size that the format does not know."""
+        """Raise `ValueError` if the layout sets a size that the format does not support."""
         unknown = [name for name in layout.given() if name not in self.sizes]
         if unknown:
             flags = ", ".join(f"--{name}" for name in sorted(self.sizes)) or "none"
-            raise ValueError(f"format {self.name!r} has no --{unknown[0]}; it knows: {flags}")
+            raise ValueError(f"format {self.name!r} does not support --{unknown[0]}; supported "
+                             f"options: {flags}")
 
 
 def _named(name: str, value: type[Format]) -> None:
     given = value.__dict__.get("name")
     if given != name:
-        raise ValueError(f"checkpoint format {name!r} has name={given!r}; must be the same")
+        raise ValueError(f"checkpoint format {name!r} has name={given!r}; both names must be equal")
 
 
 formats: Registry[type[Format]] = Registry("checkpoint format", base=Format, check=_named)
 
 
 def detect(path: str | Path, trust: bool = False) -> str:
-    """Name of the format of a checkpoint.
+    """Return the name of a checkpoint's format.
 
     Args:
-        path: its folder or file.
+        path: folder or file of the checkpoint.
         trust: unpickle classes that are not listed, which can run code in the files.
     Raises:
-        CheckpointError: nothing is there, or no format or more than one knows it.
-        UntrustedFile: its format cannot be told without other classes and `trust` is off.
+        CheckpointError: the path does not exist, or it matches no format or several formats.
+        UntrustedFile: the format cannot be determined without unpickling classes that are not
+            listed, and `trust` is False.
     """
     path, refused = Path(path), list[UntrustedFile]()
     unreadable: list[str] = []
-    found = [name for name in formats.names()
+    names = [name for name in formats.names()
              if _detects(name, path, trust, refused, unreadable)]
-    if not found and refused:
+    if not names and refused:
         raise refused[0]
-    if not found and not path.exists():
-        raise CheckpointError(f"there is no checkpoint {str(path)!r}; give its folder or file")
-    if len(found) != 1:
+    if not names and not path.exists():
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist; use the path of its "
+                              "folder or file")
+    if len(names) != 1:
         why = f" ({'; '.join(unreadable)})" if unreadable else ""
-        what = f"could be {' or '.join(found)}" if found else f"is of no known format{why}"
-        raise CheckpointError(f"checkpoint {str(path)!r} {what}; name its format with --from, one "
-                              f"of {', '.join(formats.names())}")
-    return found[0]
+        problem = (f"matches several formats: {' and '.join(names)}" if names
+                   else f"matches no known format{why}")
+        raise CheckpointError(f"checkpoint {str(path)!r} {problem}; select its format with --from, "
+                              f"one of {', '.join(formats.names())}")
+    return names[0]
 
 
 def _detects(name: str, path: Path, trust: bool, refused: list[UntrustedFile],
@@ -213,7 +238,7 @@ def _detects(name: str, path: Path, trust: bool, refused: list[UntrustedFile],
     except CheckpointError as error:
         unreadable.append(f"{name}: {error}")
         return False
-    except UNREADABLE:  # what a file may hold that is of another format, or damaged
+    except UNREADABLE:  # the file may be damaged or of another format
         return False
 
 
@@ -221,47 +246,50 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
     """Open a checkpoint for reading.
 
     Args:
-        path: its folder or file.
-        format: its name; None: detected.
+        path: folder or file of the checkpoint.
+        format: name of the format. Detected by default.
         trust: unpickle classes that are not listed, which can run code in the files.
     Raises:
-        CheckpointError: a file is missing, damaged, or holds something else than the format.
-        UntrustedFile: it holds other classes and `trust` is off.
+        CheckpointError: a file is missing, damaged, or does not match the format.
+        UntrustedFile: a file contains classes that are not listed and `trust` is False.
     """
     path = Path(path)
     try:
         reader = formats.get(format or detect(path, trust))()
         with _of_format(f"checkpoint {str(path)!r}", reader.name):
             return reader.open(path, trust)
-    except CheckpointError as error:  # damage may look like anything else
+    # a damaged file can cause any other error, so damage is reported first
+    except CheckpointError as error:
         files = path.iterdir() if path.is_dir() else path.parent.glob(f"{glob.escape(path.stem)}*")
         refuse_damaged(file for file in sorted(files) if str(file) not in str(error))
         raise
 
 
 def _of_format(what: str, format: str) -> AbstractContextManager[None]:
-    return refused_if_unreadable(f"{what} holds something else than format {format!r}",
-                                 "use another checkpoint, or name its format with --from")
+    return refused_if_unreadable(f"{what} does not match format {format!r}",
+                                 "use another checkpoint, or select its format with --from")
 
 
 def check_pair(origin: str, to: str) -> None:
-    """`CheckpointError` where a format is not converted to another one."""
+    """Raise `CheckpointError` if a format cannot be converted to another format."""
     for name, other in ((origin, to), (to, origin)):
         known = formats.get(name).becomes
         if known and other not in (name, *known):
             raise CheckpointError(
-                f"format {origin!r} does not become {to!r}: {name!r} is converted to and from "
-                f"{', '.join(known)} alone (conversions of fairseq's language models to other "
-                "frameworks were removed: commit 0d376454 has them)")
+                f"format {origin!r} cannot be converted to {to!r}: {name!r} is converted only to "
+                f"and from {', '.join(known)} "
+                "(conversions of fairseq's language models to other frameworks were removed; "
+                "commit 0d376454 contains them)")
 
 
 def convert(source: Source, to: str) -> Source:
-    """A view of a source with the names of another format, or neutral ones, by way of others where
-    there is no direct one.
+    """Return a view of a source with the names of another format, or with neutral names.
+
+    If the formats have no direct conversion, the view passes through intermediate formats.
 
     Raises:
-        CheckpointError: there is no way; see `Format.views_as`; the source holds something else
-            than its format.
+        CheckpointError: no conversion exists, the target format cannot represent the source (see
+            `Format.views_as`), or the source does not match its format.
     """
     with _of_format(f"the {source.format} checkpoint", source.format):
         for view in _shortest_way(source.format, to):
@@ -275,12 +303,12 @@ def _shortest_way(origin: str, to: str) -> list[MakesView]:
         steps |= {(name, other): view for other, view in formats.get(name).views_as.items()}
         steps |= {(other, name): view for other, view in formats.get(name).views_of.items()}
     ways: dict[str, list[MakesView]] = {origin: []}
-    for here in (reached := [origin]):
+    for reached_format in (reached := [origin]):
         for (start, end), view in steps.items():
-            if start == here and end not in ways:
-                ways[end] = [*ways[here], view]
+            if start == reached_format and end not in ways:
+                ways[end] = [*ways[reached_format], view]
                 reached.append(end)
     if to not in ways:
-        raise CheckpointError(f"format {origin!r} does not become {to!r}; it becomes one of: "
+        raise CheckpointError(f"format {origin!r} cannot be converted to {to!r}; possible targets: "
                               f"{', '.join(reached)}")
     return ways[to]

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint of plain PyTorch training: its index, its parts, and the format.
+"""The checkpoint folder of plain PyTorch training: its index, its parts, and the format.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
     index.json                   format version, number of parts, their sizes in bytes and their
@@ -44,16 +44,16 @@ from moe_plugin.utils.regular_files import check_input, write_whole
 
 VERSION = 1
 INDEX = "index.json"
-_NEUTRAL = ("model", "optimizer")  # values of a neutral source that `extra` keeps
+_NEUTRAL = ("model", "optimizer")  # values of a neutral source that are stored in `extra`
 
 
 def part_name(rank: int, size: int) -> str:
-    """File of a rank."""
+    """Return the file name of a rank's part."""
     return f"part-{rank:05d}-of-{size:05d}.pt"
 
 
 def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
-    """Write the index of parts that are complete."""
+    """Write the index after all parts are complete."""
     paths = [folder / part_name(rank, parts) for rank in range(parts)]
     write_whole(folder / INDEX, checksums.seal_json({
         "version": VERSION, "parts": parts, "bytes": [path.stat().st_size for path in paths],
@@ -61,19 +61,19 @@ def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
 
 
 def read_index(source: Path) -> tuple[dict[str, Any], bool]:
-    """The index, and whether it is sealed.
+    """Return the index, and whether it has a checksum.
 
     Raises:
-        CheckpointError: it is missing, damaged or of another version.
+        CheckpointError: the index is missing, damaged or of another version.
     """
     try:
         check_input(source / INDEX)
         index, sealed = checksums.open_json((source / INDEX).read_text(encoding="utf-8"))
         if not isinstance(index, dict):
-            raise ValueError(f"a {type(index).__name__}, not a mapping")
+            raise ValueError(f"it contains a {type(index).__name__}, but a mapping was expected")
     except OSError as error:
         raise CheckpointError(
-            f"no checkpoint at {str(source)!r}: index.json cannot be read ({error.strerror}); give "
+            f"no checkpoint at {str(source)!r}: index.json cannot be read ({error.strerror}); use "
             "the directory that save() wrote"
         ) from error
     except ValueError as error:  # not JSON, or not text
@@ -82,8 +82,8 @@ def read_index(source: Path) -> tuple[dict[str, Any], bool]:
             "checkpoint") from error
     if index.get("version") != VERSION:
         raise CheckpointError(
-            f"checkpoint {str(source)!r} has version {short(index.get('version'))}, this release "
-            f"reads {VERSION}"
+            f"checkpoint {str(source)!r} has version {short(index.get('version'))}, but this "
+            f"release reads only version {VERSION}; convert it with the release that wrote it"
         )
     return _checked_index(source, index), sealed
 
@@ -94,45 +94,50 @@ def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
             or not all(type(size) is int and size >= 0 for size in sizes) or "extra" not in index:
         raise CheckpointError(
             f"checkpoint {str(source)!r}: index.json is damaged (parts={short(parts)}, "
-            f"bytes={short(sizes)} and extra must be there, with one size for each part); use an "
+            f"bytes={short(sizes)}; it needs these entries and extra, with one size for each "
+            "part); use an "
             "older checkpoint")
-    seals = index.get("seals", [None] * parts)  # older checkpoints have none
+    seals = index.get("seals", [None] * parts)  # older checkpoints have no seals
     if not isinstance(seals, list) or len(seals) != parts:
-        raise CheckpointError(f"checkpoint {str(source)!r}: index.json is damaged (seals="
-                              f"{short(seals)} must be one for each part); use an older checkpoint")
+        raise CheckpointError(f"checkpoint {str(source)!r}: index.json is damaged "
+                              f"(seals={short(seals)}, but one seal for each part is expected); "
+                              "use an older checkpoint")
     return {**index, "seals": seals}
 
 
 def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
-    """Verify the size and checksum of a rank's part; whether it is sealed.
+    """Verify the size and checksum of a rank's part. Return whether the part has a checksum.
 
     Raises:
-        CheckpointError: it is missing, truncated, damaged, or of another rank or checkpoint.
+        CheckpointError: the part is missing, truncated, damaged, or of another rank or checkpoint.
     """
     path, seal = _part_of_size(folder, index, rank), index["seals"][rank]
     with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
                                "use an older checkpoint"):
         sealed = checksums.verify(path)
         if sealed and seal is not None and seal != checksums.seal_of(path):
-            raise ValueError("it is of another rank or another checkpoint than its index")
+            raise ValueError("it belongs to another rank or another checkpoint than its index")
     return sealed
 
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
-    """A rank's part; `CheckpointError` where it is missing or of another size than in the index."""
+    """Return the path of a rank's part; raise `CheckpointError` if its size differs from the index.
+    """
     path, size = folder / part_name(rank, index["parts"]), index["bytes"][rank]
     found = path.stat().st_size if path.exists() else None
     if found != size:
         raise CheckpointError(
-            f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, its "
-            f"index says {short(size)}: it is truncated or missing; use an older checkpoint")
+            f"checkpoint file {str(path)!r} has {'no' if found is None else found} bytes, but its "
+            f"index lists {short(size)} bytes: the file is truncated or missing; use an older "
+            "checkpoint")
     return path
 
 
 def open_folder(folder: Path, trusted: bool = False) -> Source:
-    """The checkpoint in a folder; its parts' checksums are not verified.
+    """Open the checkpoint in a folder. The checksums of its parts are not verified.
 
     Args:
+        folder: the folder.
         trusted: unpickle classes of any kind.
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -141,8 +146,9 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
     paths = [_part_of_size(folder, index, rank) for rank in range(index["parts"])]
     parts = [open_mapping(path, "use an older checkpoint", (), trusted, _check_content)
              for path in paths]
-    with refused_if_unreadable(f"checkpoint {str(folder)!r}: its parts are not what save() writes, "
-                               "or not of one checkpoint", "use an older checkpoint"):
+    with refused_if_unreadable(f"checkpoint {str(folder)!r}: its parts do not match the format of "
+                               "save(), "
+                               "or belong to different checkpoints", "use an older checkpoint"):
         layers, optimizer = moe_layers(parts[0]["model"]), parts[0]["optimizer"]
         extra = index["extra"]
         values = {"extra": extra, "step": extra.get("step") if isinstance(extra, Mapping) else None,
@@ -153,7 +159,7 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
 
 def _check_content(part: Mapping[str, Any]) -> None:
     if not {"model", "optimizer"} <= set(part):
-        raise ValueError("it has no model and optimizer")
+        raise ValueError("it has no model and optimizer state")
 
 
 def _columns(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -166,7 +172,7 @@ def _columns(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def part_of_rank(source: Source, rank: int, size: int,
                  shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The content of a part: what rank `rank` of `size` stores of a source."""
+    """Return the content of a part: the tensors and values that rank `rank` of `size` stores."""
     columns, by_name = columns_of_rank(source, rank, size, shards), {}
     for field, column in columns.items():
         if field != MODEL:
@@ -176,14 +182,16 @@ def part_of_rank(source: Source, rank: int, size: int,
     if groups is None and by_name:
         raise CheckpointError(
             f"the {source.format} checkpoint has optimizer state without the optimizer's groups; "
-            "give --model-only")
+            "use --model-only to leave the optimizer state out")
     optimizer = None if groups is None else {"by_name": by_name, "groups": groups}
     return {"model": columns[MODEL], "optimizer": optimizer}
 
 
 def to_neutral(source: Source) -> Source:
-    """The source, where its names are neutral ones; a view of it, where `extra` has the "hf_config"
-    of a model of `transformers`.
+    """Return a view with neutral names. The source must have neutral names or names of
+    `transformers`.
+
+    Names of `transformers` are recognized by an "hf_config" in `extra`.
     """
     extra = source.values.get("extra")
     if isinstance(extra, Mapping) and "hf_config" in extra:
@@ -197,10 +205,12 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """The source: a plain checkpoint has any names."""
+    """Return a view of a neutral source as a plain checkpoint. A plain checkpoint may have any
+    names.
+    """
     extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
     values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
-    if optimizer is not None:  # of one group
+    if optimizer is not None:  # a neutral source has a single group
         values[GROUPS] = [{name: value for name, value in optimizer.items() if name != "step"}]
     return View(source, map(source.tensor, source.entries), format="plain", values=values)
 

@@ -1,5 +1,5 @@
-"""Tutel's checkpoints as a format: each rank's `state_dict()` in a file of its own, or one file of
-all experts (what its `tutel.checkpoint.gather` writes).
+"""Tutel's checkpoints as a format: each rank's `state_dict()` in a separate file, or a single file
+with all experts (as written by Tutel's `tutel.checkpoint.gather`).
 
 W ranks, E experts, M width, H inner width; PREFIX is the MoE layer's name and a dot:
 
@@ -11,10 +11,11 @@ W ranks, E experts, M width, H inner width; PREFIX is the MoE layer's name and a
     PREFIXexperts.batched_fc2_w       [E/W, H, M]    y fc2_w + fc2_bias
     PREFIXexperts.batched_fc2_bias    [E/W, M]
 
-With s = W/E > 1 ranks an expert, rank i * s + j has slice j of expert i along H; `batched_fc2_bias`
-is cut along M, its last pieces filled up. Everything else is the same in all files. Files are named
-by a pattern with `{rank}` and perhaps `{size}`, as Tutel's tools take it. There is no optimizer
-state. Source: Tutel, `experts/ffn.py`, `checkpoint/gather.py`, `checkpoint/scatter.py`.
+With s = W/E > 1 ranks per expert, rank i * s + j has slice j of expert i along H.
+`batched_fc2_bias` is cut along M, and its last pieces are padded. All other entries are equal in
+all files. Files are named by a pattern with `{rank}` and optionally `{size}`, as in Tutel's tools.
+There is no optimizer state. Source: Tutel, `experts/ffn.py`, `checkpoint/gather.py`,
+`checkpoint/scatter.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from moe_plugin.checkpoint.torch_files import open_mapping
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 COUNT = "_num_global_experts"
-# within a layer: Tutel's name -> (ours, whether the last two axes are swapped)
+# within a layer: Tutel's name -> (our name, whether the last two axes are swapped)
 NAMES: dict[str, tuple[str, bool]] = {
     "gates.0.wg.weight": ("router.weight_ED", False),
     "gates.0.cosine_projector.weight": ("router.project_PD", False),
@@ -67,10 +68,10 @@ NAMES: dict[str, tuple[str, bool]] = {
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Files of all ranks, in their order: of a pattern, of a folder, or the file itself.
+    """Return the files of all ranks in rank order, from a pattern, a folder or a single file.
 
     Raises:
-        CheckpointError: ranks are missing, or a folder has files of several patterns.
+        CheckpointError: files of ranks are missing, or a folder has files of several patterns.
     """
     pattern = str(path)
     if "{rank}" not in pattern:
@@ -82,13 +83,13 @@ def rank_files(path: Path) -> list[Path]:
     found = _matching(pattern) if pattern else {}
     missing = sorted(set(range(max(found, default=0))) - set(found))
     if missing:
-        raise CheckpointError(f"checkpoint {str(path)!r} has a file of rank {max(found)} and none "
-                              f"of rank {missing[0]}; restore it")
+        raise CheckpointError(f"checkpoint {str(path)!r} has a file of rank {max(found)} but no "
+                              f"file of rank {missing[0]}; restore the missing file")
     return [found[rank] for rank in sorted(found)]
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Files of a pattern by rank; where there are several sizes, the one that is complete."""
+    """Return the files of a pattern by rank, for the value of `{size}` with the most files."""
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
     expression = re.compile(escaped.replace(r"\{size\}", r"(?P<size>\d+)"))
@@ -102,10 +103,10 @@ def _matching(pattern: str) -> dict[int, Path]:
 
 
 def _pattern_of(folder: Path, names: Sequence[str]) -> str:
-    """The pattern of the files of a folder; empty: there is none.
+    """Return the pattern of the files in a folder, or an empty string if they have no pattern.
 
     Raises:
-        CheckpointError: there are several.
+        CheckpointError: the files have several patterns.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -117,8 +118,9 @@ def _pattern_of(folder: Path, names: Sequence[str]) -> str:
     most = max((len(found[pattern]) for pattern in whole), default=0)
     best = [pattern for pattern in whole if len(found[pattern]) == most]
     if len(best) > 1:
-        raise CheckpointError(f"folder {str(folder)!r} has files of several patterns ("
-                              f"{', '.join(sorted(best)[:3])}); give one: {folder}/{best[0]}")
+        raise CheckpointError(f"folder {str(folder)!r} has files of several patterns "
+                              f"({', '.join(sorted(best)[:3])}); select one pattern, such as "
+                              f"{folder}/{best[0]}")
     return str(folder / best[0]) if best else ""
 
 
@@ -128,17 +130,17 @@ def _open_file(path: Path, trusted: bool) -> dict[str, Any]:
 
 def _check_names(state: Mapping[Any, Any]) -> None:
     if not all(isinstance(name, str) for name in state):
-        raise ValueError("it holds no state_dict()")
+        raise ValueError("it does not contain a state_dict()")
 
 
 def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
-    """The whole tensors of all ranks' files."""
+    """Open the files of all ranks as a source of whole tensors."""
     states = [_open_file(path, trusted) for path in paths]
     prefixes = {name.removesuffix(COUNT): int(_number(value))
                 for name, value in states[0].items() if name.endswith(COUNT)}
     if not prefixes:
-        raise CheckpointError(f"checkpoint file {str(paths[0])!r} has no layer of Tutel "
-                              f"({COUNT}); save it with a Tutel from 2022 on")
+        raise CheckpointError(f"checkpoint file {str(paths[0])!r} has no MoE layer of Tutel (entry "
+                              f"{COUNT}); save it with a version of Tutel from 2022 or later")
     whole = {name: value for name, value in states[0].items()
              if not (name.endswith(COUNT) and isinstance(value, Derived))}
     for name, value in whole.items():
@@ -152,23 +154,24 @@ def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
 
 def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]],
             experts: int) -> Derived:
-    """A tensor of all experts from the ranks' parts."""
+    """Join the ranks' parts of a tensor to a tensor of all experts."""
     parts, size = [], len(states)
     for path, state in zip(paths, states, strict=True):
         if not isinstance(state.get(name), Derived):
-            raise CheckpointError(f"checkpoint file {str(path)!r} has no tensor {name!r}")
+            raise CheckpointError(f"checkpoint file {str(path)!r} has no tensor {name!r}; use "
+                                  "files of the same checkpoint")
         parts.append(state[name])
     shards = max(1, size // experts)
     if parts[0].entry.shape[0] * size != experts * shards:
         raise CheckpointError(
-            f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, the "
-            f"layer has {experts}: files are missing or of another checkpoint")
+            f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, but the "
+            f"layer has {experts} experts: files are missing or of another checkpoint")
     runs = [joined(parts[at:at + shards], 1) for at in range(0, size, shards)]
-    one = joined(runs, 0) if len(runs) > 1 else runs[0]
-    if shards > 1 and name.endswith("batched_fc2_bias"):  # its last pieces are filled up
+    tensor = joined(runs, 0) if len(runs) > 1 else runs[0]
+    if shards > 1 and name.endswith("batched_fc2_bias"):  # the last pieces are padded
         width = states[0][name.removesuffix("bias") + "w"].entry.shape[2]
-        return part_of(one, (slice(0, experts), slice(0, width)))
-    return one
+        return part_of(tensor, (slice(0, experts), slice(0, width)))
+    return tensor
 
 
 def _number(value: Any) -> Any:
@@ -177,19 +180,20 @@ def _number(value: Any) -> Any:
 
 
 def to_plain(source: Source) -> View:
-    """A view of Tutel's names as those of a model with our layers."""
-    tensors = _table(source).neutral(map(source.tensor, source.entries), _outside(
-        source, "our layer has no counterpart of Tutel's", NAMES))
+    """Return a view that maps Tutel's names to the names of a model with our layers."""
+    tensors = _table(source).neutral(map(source.tensor, source.entries), _keep_outside(
+        source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
-    """A view of a model with our layers by Tutel's names."""
+    """Return a view that maps the names of a model with our layers to Tutel's names."""
     if not source.layers:
-        raise CheckpointError("the checkpoint has no MoE layer of ours, which could be Tutel's; "
-                              "choose another --to")
-    tensors = _table(source).theirs(source, _outside(
-        source, "Tutel's layer has no counterpart of", (ours for ours, _ in NAMES.values())))
+        raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
+                              "layer; choose another format with --to")
+    tensors = _table(source).theirs(source, _keep_outside(
+        source, "Tutel's layer has no counterpart for tensor",
+        (ours for ours, _ in NAMES.values())))
     columns = {field: {name: value for name, value in column.items()
                        if not name.endswith("_extra_state")}
                for field, column in source.values.get(COLUMNS, {}).items()}
@@ -201,18 +205,23 @@ def _table(source: Source) -> NameTable:
                      for theirs, (ours, swap) in NAMES.items())
 
 
-def _outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """What is outside of layers stays as it is; missing: what is wrong with what is inside."""
+def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
+    """Return a function that keeps tensors outside of MoE layers and raises for those inside.
+
+    Args:
+        missing: start of the error message for a tensor inside a layer.
+        known: names that a layer can have.
+    """
     def others(one: Derived) -> Derived:
         if _split(one.key[1], source.layers)[0] is not None:
-            raise CheckpointError(f"{missing} {one.key[1]!r}; it has those of {', '.join(known)}")
+            raise CheckpointError(f"{missing} {one.key[1]!r}; its tensors are {', '.join(known)}")
         return one
 
     return others
 
 
 def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(prefix of the layer that a name is of, the rest of the name)."""
+    """Split a name into the prefix of its MoE layer (or None) and the rest of the name."""
     for prefix in layers:
         if name.startswith((prefix + "experts.", prefix + "gates.", prefix + "router.")):
             return prefix, name.removeprefix(prefix)
@@ -220,7 +229,7 @@ def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
-    """What a rank's file has of a tensor of all experts."""
+    """Return the part of a tensor of all experts that a rank's file contains."""
     shards = max(1, size // experts)
     local = experts * shards // size
     run, shard = divmod(rank, shards)
@@ -233,12 +242,13 @@ def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
         one = _filled_up(one, each * shards)
     elif width % shards:
         raise ValueError(f"{one.key[1]!r} of inner width {width} does not fit {shards} ranks for "
-                         "each expert; must be a multiple; choose another --world")
+                         "each expert: the width must be a multiple of the ranks; choose another "
+                         "--world")
     return part_of(one, (rows, slice(shard * each, (shard + 1) * each)))
 
 
 def _filled_up(one: Derived, width: int) -> Derived:
-    """[E, M] with zeros behind, as [E, width]."""
+    """Pad a tensor [E, M] with zeros to [E, width]."""
     def read(window: Window) -> torch.Tensor:
         inside = [slice(min(at.start, end), min(at.stop, end))
                   for at, end in zip(window, one.entry.shape, strict=True)]
@@ -252,7 +262,7 @@ def _filled_up(one: Derived, width: int) -> Derived:
 
 @formats.register("tutel")
 class TutelFormat(Format):
-    """Tutel's checkpoints: a state dict of each rank, or one of all experts."""
+    """Tutel's checkpoints: a state dict of each rank, or a single state dict of all experts."""
 
     name = "tutel"
     views_as, views_of = {"plain": to_plain}, {"plain": from_plain}
@@ -270,23 +280,24 @@ class TutelFormat(Format):
     def open(self, path: Path, trust: bool = False) -> Source:
         paths = rank_files(path)
         if not paths:
-            raise CheckpointError(f"there is no checkpoint of Tutel at {str(path)!r}: give its "
-                                  "folder, its file, or a pattern such as DIR/{rank}-of-{size}.pt")
+            raise CheckpointError(f"there is no checkpoint of Tutel at {str(path)!r}: use its "
+                                  "folder, its file, or a pattern such as "
+                                  f"DIR/{{rank}}-of-{{size}}.pt")
         return _open_ranks(paths, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Files are named `{rank}-of-{size}.pt`."""
+        """See `Format`. The files are named `{rank}-of-{size}.pt`."""
         fields = sorted({field for field, _ in source.entries} - {MODEL})
         if fields:
-            raise CheckpointError(f"Tutel's checkpoints have no optimizer state, the source has "
-                                  f"{fields[0]!r}; give --model-only")
+            raise CheckpointError("Tutel's checkpoints have no optimizer state, but the source "
+                                  f"has {fields[0]!r}; use --model-only")
         size = layout.one_group(
             source.describe().get("ranks", 1) if source.format == self.name else 1)
         for experts in {origin["num_experts"] for origin in source.layers.values()}:
             if experts % size and size % experts:
-                raise ValueError(f"--world {size} does not fit {experts} experts: must be a "
-                                 "divisor or a multiple")
+                raise ValueError(f"--world {size} does not fit {experts} experts: it must be a "
+                                 "divisor or a multiple of the number of experts")
         write_files(path, {f"{rank}-of-{size}.pt": partial(_state_of_rank, source, rank, size)
                            for rank in range(size)}, progress)
 
@@ -295,10 +306,10 @@ def _state_of_rank(source: Source, rank: int, size: int) -> dict[str, Any]:
     state = dict(source.values.get(COLUMNS, {}).get(MODEL, {}))
     for key in source.entries:
         prefix, inner = _split(key[1], source.layers)
-        one = source.tensor(key)
+        tensor = source.tensor(key)
         if prefix is not None and inner.startswith("experts."):
-            one = _part(one, rank, size, source.layers[prefix]["num_experts"])
-        state[key[1]] = one
+            tensor = _part(tensor, rank, size, source.layers[prefix]["num_experts"])
+        state[key[1]] = tensor
     for prefix, origin in source.layers.items():
         state[prefix + COUNT] = torch.tensor(origin["num_experts"])
     return state

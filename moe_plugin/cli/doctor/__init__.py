@@ -1,8 +1,10 @@
-"""`moe-plugin doctor`: whether the layer works here, what is wrong, what is missing and the command
-that adds it; with `--all` also packages, what hosts lack, and what was measured and kept.
+"""`moe-plugin doctor`: check whether the layer works on this machine, and what is missing.
 
-Exit status 0 where the layer works (a tiny forward and backward pass agrees with a dense
-computation), 1 where it does not.
+The command also prints the commands that install what is missing. With `--all` it adds the
+packages, unsupported features of the hosts, and stored measurements.
+
+The exit status is 0 if the layer works, and otherwise 1. The layer works if a tiny forward and
+backward pass agrees with a dense computation.
 """
 
 from __future__ import annotations
@@ -18,28 +20,31 @@ from moe_plugin.utils.quiet import quiet
 
 
 def doctor_options(parser: argparse.ArgumentParser) -> None:
-    """`moe-plugin doctor`."""
-    parser.description = ("Checks this installation: whether the layer works, what is wrong, what "
-                          "is missing. Exit status 0: the layer works; 1: it does not.")
+    """Add the options of `moe-plugin doctor`."""
+    parser.description = ("Checks whether the layer works in this installation, and lists problems "
+                          "and missing packages. The exit status is 0 if the layer works, and "
+                          "otherwise 1.")
     parser.add_argument("--all", action="store_true",
-                        help="also packages, names that cannot be chosen here, what hosts lack, "
-                             "and what auto has measured and kept")
+                        help="also show packages, names that cannot be selected here, features "
+                             "that hosts lack, and the stored measurements of auto")
     parser.add_argument("--forget-decisions", action="store_true",
-                        help="only remove what auto has measured on this machine and kept for "
-                             "later runs, so that it is measured again")
+                        help="only delete the stored measurements of auto on this machine, so that "
+                             "later runs measure again")
     parser.add_argument("--json", action="store_true",
-                        help="one JSON object with everything instead of text")
+                        help="print everything as one JSON object instead of text")
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Check, print the verdict as soon as it is known, then what takes longer; say by the exit
-    status whether the layer works.
+    """Run the checks. Print the verdict as soon as it is known, and the slower results later.
+
+    Returns: 0 if the layer works, otherwise 1.
     """
     if args.forget_decisions:
         files = ChoiceFiles()
         print(f"{files.forget_all()} kept decisions removed from {files.place()}")
         return 0
-    # the self check's simulated groups log what they choose; hosts take longest to import
+    # quiet, because the self check's simulated groups log their choices; hosts are checked in
+    # parallel, because importing them takes longest
     with quiet(), ThreadPoolExecutor(1) as beside:
         imports = beside.submit(packages.host_rows)
         report = first()

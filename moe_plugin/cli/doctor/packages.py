@@ -1,5 +1,7 @@
-"""Versions of what moe-plugin uses, and the command that adds what is missing; whether each host
-imports with our adapter, and which fused parts the hosts use.
+"""Checks of the environment: package versions, hosts, devices and compiled parts.
+
+For missing packages the module returns the command that installs them. For each host it checks
+whether our adapter can be imported, and which fused parts the host uses.
 """
 
 from __future__ import annotations
@@ -33,18 +35,15 @@ from moe_plugin.tuning.compute_times import ChoiceFiles
 from moe_plugin.utils.machine import cpu_name
 from moe_plugin.utils.registry import KINDS
 
-# What registers by name and cannot run here, what is kept of measurements, what hosts lack.
-
-# commands; the others import fairseq or Megatron
+# modules that import_everything skips, because they would import fairseq or Megatron
 _APART = ("moe_plugin.cli", "moe_plugin.hosts")
 _OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all modules but hosts and commands, so that every name is registered.
+    """Import all modules except hosts and commands, so that every name is registered.
 
-    Returns:
-        What failed to import: `module`, `reason`.
+    Returns: the modules that failed to import, as `module` and `reason`.
     """
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
@@ -56,8 +55,8 @@ def import_everything() -> list[dict[str, str]]:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name in _OPTIONAL:
-                # such modules are imported where the extra is used; the list of packages says that
-                # it is missing
+                # such modules are imported only where the extra is used, and the list of packages
+                # already reports that the extra is missing
                 continue
             failed.append({"module": name, "reason": str(error)})
             continue
@@ -70,15 +69,17 @@ def import_everything() -> list[dict[str, str]]:
 
 
 def missing_rows() -> list[dict[str, str]]:
-    """Registered names that cannot run here: kind, name and reason; without peers of benchmarks."""
+    """Return registered names that cannot run here, with kind and reason, except bench peers."""
     return [{"kind": kind, "name": entry.name, "reason": reason}
             for kind in sorted(set(KINDS) - {"bench_peer"}) for entry in KINDS[kind]
             if (reason := entry.why_not()) is not None]
 
 
 def choice_rows() -> list[dict[str, str]]:
-    """What `experts.compute=auto` has measured on this machine and kept: load, name of the choice,
-    why, how long ago, and how far the measurements that chose it differ.
+    """Return the stored measurements of `experts.compute=auto` on this machine.
+
+    A row has the load, the name of the choice, the reason, the age, and the spread of the
+    measurements.
     """
     return [{"load": key, "name": kept.name, "why": kept.why,
              "age": show_time(max(0.0, time.time() - kept.made)),
@@ -86,8 +87,10 @@ def choice_rows() -> list[dict[str, str]]:
 
 
 def run_rows() -> list[dict[str, str]]:
-    """What a run may have around its steps: setting, the hosts that have it, and of each other one
-    why it has not, and the remedy.
+    """Return the features that a run may have around its steps.
+
+    A row has the setting, the hosts that support it, and for each other host the reason and the
+    remedy.
     """
     settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
     return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
@@ -96,12 +99,11 @@ def run_rows() -> list[dict[str, str]]:
             for name in settings]
 
 
-# Devices, and what is compiled for the CPU.
-DRIVER = "/dev/nvidiactl"  # is there where NVIDIA's driver is loaded
+DRIVER = "/dev/nvidiactl"  # exists if NVIDIA's driver is loaded
 
 
 def devices() -> list[dict[str, str]]:
-    """One row for the CPU and for every GPU that torch finds."""
+    """Return a row for the CPU and for every GPU that torch finds."""
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     rows = [{
         "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
@@ -122,18 +124,21 @@ def devices() -> list[dict[str, str]]:
 def _widened() -> str:
     names = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, torch.float16)
              if in_float32(dtype)]
-    return f"; experts' products of {' and '.join(names)} in float32: no instructions for them" \
+    return f"; computes experts in {' and '.join(names)} as float32, for lack of instructions" \
         if names else ""
 
 
 def compiled() -> list[dict[str, str]]:
-    """What is compiled for the CPU, at the latest now; elsewhere torch's operations compute it."""
-    found = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
-    found.append(("several experts at a time, float32", products.why_one_by_one()))
-    found.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
+    """Return the parts that are compiled for the CPU. The other parts use torch's operations.
+
+    Parts that are not compiled yet are compiled now.
+    """
+    parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
+    parts.append(("several experts at a time, float32", products.why_one_by_one()))
+    parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
                   functions.why_not(None)))
     return [{"name": name, "state": "not available" if reason else "active",
-             "what": f"by torch: {reason}" if reason else ""} for name, reason in found]
+             "what": f"computed by torch: {reason}" if reason else ""} for name, reason in parts]
 
 
 def _why_no_cuda() -> str:
@@ -143,14 +148,14 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """Why torch uses no GPU although a driver is loaded; None: it does, or there is none."""
+    """Return why torch uses no GPU although a driver is loaded, or None without this problem."""
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
-    return f"a GPU's driver is loaded, and {_why_no_cuda()}"
+    return f"the driver of a GPU is loaded, but {_why_no_cuda()}"
 
 
 def environment() -> dict[str, Any]:
-    """Python and platform."""
+    """Return the versions of Python and the platform."""
     return {"python": platform.python_version(), "platform": platform.platform()}
 
 
@@ -159,8 +164,11 @@ class Package:
     """A distribution that moe-plugin can use.
 
     Attributes:
-        gpu: useful only with a GPU.
-        command: how to install it where its name is not enough for pip.
+        name: name of the distribution.
+        module: name of its module.
+        use: what moe-plugin uses it for.
+        gpu: whether it is useful only with a GPU.
+        command: the command that installs it, if its name is not enough for pip.
     """
 
     name: str
@@ -171,7 +179,7 @@ class Package:
 
 
 PIP = f"{shlex.quote(sys.executable)} -m pip install"
-# the wheels ask for Python 3.12, and work on 3.11; an older Python gets one without Megatron's loop
+# these wheels require Python 3.12, but work on 3.11; older versions of Python get no Megatron host
 MEGATRON = (f"{PIP} psutil packaging pyyaml triton && {PIP} --no-deps --ignore-requires-python "
             "megatron-core==0.19.2" if sys.version_info >= (3, 11) else "")
 FAIRSEQ_NEEDS = ("regex", "sacrebleu", "tqdm", "bitarray", "cffi", "packaging")
@@ -184,13 +192,13 @@ PACKAGES = (
     Package("fairseq", "fairseq", "the fairseq host",
             command=f"{PIP} {' '.join(FAIRSEQ_NEEDS)} && {PIP} --no-deps fairseq==0.12.2"),
     Package("megatron-core", "megatron.core", "the Megatron host", command=MEGATRON),
-    Package("transformers", "transformers", "models and checkpoints of Hugging Face"),
-    Package("peft", "peft", "files of adapters, and adapters of models of transformers"),
+    Package("transformers", "transformers", "Hugging Face models and checkpoints"),
+    Package("peft", "peft", "files of adapters, and adapters of transformers models"),
     Package("psutil", "psutil", "checkpoints of the Megatron host"),
     Package("tensorboard", "tensorboard", "statistics in TensorBoard"),
     Package("wandb", "wandb", "statistics in Weights & Biases"),
     Package("matplotlib", "matplotlib", "plots of benchmarks and plans"),
-    Package("rich", "rich", "colours and tables of `moe-plugin watch`"),
+    Package("rich", "rich", "colors and tables of `moe-plugin watch`"),
     Package("tqdm", "tqdm", "progress bars"),
     Package("transformer-engine", "transformer_engine", "Megatron's fused layers", gpu=True,
             command=f"{PIP} --no-build-isolation 'transformer-engine[pytorch]'"),
@@ -214,7 +222,7 @@ _TIMEOUT_S = 300
 
 
 def installed_version(package: Package) -> str | None:
-    """The version from the metadata, `unknown` for a module without metadata, None if absent."""
+    """Return the version from the metadata, `unknown` without metadata, or None if absent."""
     try:
         if find_spec(package.module) is None:
             return None
@@ -227,7 +235,7 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """The requirement from moe-plugin's own metadata (`tensorboard>=2.14`), else the name."""
+    """Return the requirement in moe-plugin's metadata (`tensorboard>=2.14`), or else the name."""
     try:
         stated = metadata.requires("moe-plugin") or []
     except metadata.PackageNotFoundError:
@@ -240,12 +248,12 @@ def requirement(name: str) -> str:
 
 
 def install_command(package: Package) -> str:
-    """A shell command that adds the package to the running environment."""
+    """Return a shell command that installs the package into the running environment."""
     return package.command or f"{PIP} {shlex.quote(requirement(package.name))}"
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """One row per package: name, version, use, state, and the install command where missing.
+    """Return a row for each package: name, version, use, state, and the command if it is missing.
 
     The state is `installed`, `missing` or `not needed here (no GPU)`.
     """
@@ -259,7 +267,8 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """One row per host: name, version, state, reason, install command where it is missing."""
+    """Return a row for each host: name, version, state, reason, and the command if it is missing.
+    """
     started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
 
@@ -268,8 +277,8 @@ def _start(name: str) -> subprocess.Popen | None:
     distribution, module = ADAPTER[name]
     if installed_version(_BY_NAME[distribution]) is None:
         return None
-    # a separate process: a host may crash, or patch other modules; it yields to what the user waits
-    # for meanwhile
+    # a separate process, because a host may crash or patch other modules; its priority is lower,
+    # because the user waits for the self check at the same time
     return subprocess.Popen([sys.executable, "-c", f"import os; os.nice(5); import {module}"],
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -289,15 +298,15 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
         return {**row, "reason": f"its import took more than {_TIMEOUT_S} s"}
     if process.returncode:
         last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        wanted = requirement(package.name)
-        if wanted == package.name:
+        supported = requirement(package.name)
+        if supported == package.name:
             return {**row, "reason": f"does not import: {last}"}
-        return {**row, "reason": f"does not import: {last}; moe-plugin is for {wanted}",
+        return {**row, "reason": f"does not import: {last}; moe-plugin supports {supported}",
                 "install": install_command(package)}
     return {**row, "state": "available"}
 
 
 def fused_rows() -> list[dict[str, Any]]:
-    """What the hosts use for Adam, norms, and the norm and scaling of gradients, and why."""
+    """Return what the hosts use for Adam, norms, and the norm and scaling of gradients, and why."""
     return [{"name": choice.role, "state": choice.active, "reason": choice.reason}
             for choice in fused.choices()]

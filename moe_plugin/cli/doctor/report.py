@@ -1,4 +1,4 @@
-"""The doctor's report: collected as plain data, rendered as text."""
+"""The report of `moe-plugin doctor`, collected as plain data and formatted as text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.utils.messages import aligned, tracked
 
-# A tiny forward and backward pass of every dispatcher against a dense computation in float64.
+# the self check: a tiny forward and backward pass of every dispatcher, compared in float64
 TOKENS, WIDTH, EXPERTS, RANKS = 24, 16, 4, 2
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
-    """One row per device, dtype, dispatcher and number of (simulated) ranks; one rank on a GPU,
-    whose backward passes torch runs in one thread: ranks would wait for each other there.
+    """Return a row for each device, dtype, dispatcher and number of (simulated) ranks.
 
-    Each has the largest relative errors of outputs and gradients, and whether they are small.
+    A row has the largest relative errors of outputs and gradients, and whether they are small. On a
+    GPU only one rank is checked: torch runs the backward passes of a GPU in one thread, so that
+    several simulated ranks would wait for each other.
     """
     cases = []
     for device in kinds:
@@ -56,7 +57,7 @@ def _row(device: torch.device, dtype: torch.dtype, dispatcher: str, ranks: int) 
 
 def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
             ranks: int) -> tuple[float, float]:
-    # capacity 0 never drops, and every dispatcher takes it; the default one runs without capacity
+    # capacity 0 never drops tokens and fits every dispatcher; the default needs no capacity
     factor = None if dispatcher == DispatchConfig().name else 0.0
     config = MoEConfig(model_dim=WIDTH, num_experts=EXPERTS,
                        dispatch=DispatchConfig(name=dispatcher, capacity_factor=factor))
@@ -65,7 +66,7 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
         whole = MoELayer(config, LocalComm(), dtype=dtype, device=device)
         x_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
         target_TD = torch.randn(TOKENS, WIDTH).to(device, dtype)
-        # some dispatchers are for ranks that all hold the same tokens
+        # some dispatchers require that all ranks have the same tokens
         same_tokens = dispatchers.get(dispatcher).traits.shares_tokens
 
         def piece(x_TD: Tensor, comm: Comm) -> Tensor:
@@ -80,27 +81,27 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
                 for rank, shard in enumerate(shards)
             ]
         out_TD, *gradients = (torch.cat(parts) for parts in zip(*shards, strict=True))
-        want_TD, *wanted = dense(whole, x_TD, target_TD)
-    errors = [_relative(g, w) for g, w in zip(gradients, wanted, strict=True)]
+        want_TD, *expected = dense(whole, x_TD, target_TD)
+    errors = [_relative(g, w) for g, w in zip(gradients, expected, strict=True)]
     return _relative(out_TD, want_TD), max(errors)
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
-    """This rank's layer, with the weights of the whole layer."""
+    """Return this rank's layer, with weights copied from the whole layer."""
     layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype,
                      device=whole.router.weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
     with torch.no_grad():
         layer.router.weight_ED.copy_(whole.router.weight_ED)
-        for mine, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
-            mine.copy_(full[first : first + local])
+        for shard, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
+            shard.copy_(full[first : first + local])
     return layer
 
 
 def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """(output [T, D], input gradient [T, D], gradients of both expert matrices) of one step.
+    """Compute one step with the loss sum(output * target).
 
-    The loss is sum(output * target).
+    Returns the output [T, D], the input gradient [T, D], and the gradients of both expert matrices.
     """
     x_TD = x_TD.clone().requires_grad_()
     out_TD = layer(x_TD).output
@@ -109,9 +110,9 @@ def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]
 
 
 def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """What `_run` returns, in float64 with every expert on every token.
+    """Compute the results of `_run` in float64, with every expert applied to every token.
 
-    y(t) = sum_e weight(t, e) FFN_e(x(t)); x_TD, target_TD: [T, D], any floating dtype.
+    y(t) = sum_e weight(t, e) FFN_e(x(t)). x_TD and target_TD are [T, D] with any floating dtype.
     """
     layer, x_TD = deepcopy(layer).double(), x_TD.detach().double().requires_grad_()
     routing = layer.router(x_TD)
@@ -131,7 +132,7 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 def first() -> dict[str, Any]:
-    """What says whether the layer works, ready for JSON. `works`: whether the self check passed."""
+    """Collect the data of the verdict for JSON. `works` is whether the self check passed."""
     gpu = torch.cuda.is_available()
     checks = check_rows([torch.device("cpu"),
                                    *([torch.device("cuda")] if gpu else [])])
@@ -144,9 +145,9 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """What a verdict does not need: what is missing and why, and what was measured and kept.
+    """Collect the data that the verdict does not need: missing parts and stored measurements.
 
-    everything: False: nothing of it.
+    everything: whether to collect any of it.
     """
     if not everything:
         return {}
@@ -158,7 +159,7 @@ def rest(everything: bool) -> dict[str, Any]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """The first lines: what was checked, and whether the layer works."""
+    """Return the first lines: what was checked, and whether the layer works."""
     checks = report["self_check"]
     differences = [d for row in checks for d in (row["output_error"], row["gradient_error"])
                    if d is not None]
@@ -171,7 +172,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """What is wrong, a line each."""
+    """Return the problems, one line each."""
     return [
         *(f"self check, {row['device']} {row['dtype']}, dispatch.name={row['dispatcher']}, "
           f"{_ranks(row)}: {row['reason']}" for row in report["self_check"] if not row["ok"]),
@@ -186,15 +187,15 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """What follows the verdict, as text: problems first."""
-    found = problems(report)
+    """Format everything after the verdict, with the problems first."""
+    wrong = problems(report)
     parts = [
-        "\n".join(["Problems:", *(f"  {line}" for line in found)]) if found else "Problems: none",
+        "\n".join(["Problems:", *(f"  {line}" for line in wrong)]) if wrong else "Problems: none",
         _table("Devices", report["devices"], "name", "state", "what"),
         _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
         _missing(report), *(_everything(report) if "missing" in report else [
-            "Packages, what cannot run here, what hosts lack, kept decisions: moe-plugin doctor "
-            "--all"])
+            "moe-plugin doctor --all also shows packages, what cannot run here, what hosts lack, "
+            "and kept decisions"])
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -206,9 +207,9 @@ def _everything(report: dict[str, Any]) -> list[str]:
         _table("Packages", report["packages"], "name", "version", "state", "use"),
         _table("What the hosts use for optimizers, norms and gradients, and why",
                report["fused"], "name", "state", "reason"),
-        _table("Names that cannot be chosen here, and why", report["missing"], "kind", "name",
+        _table("Names that cannot be selected here, and why", report["missing"], "kind", "name",
                "reason"),
-        _table("What hosts do around a run's steps, and why another does not",
+        _table("Features around a run's steps: the hosts that support them, and why others do not",
                [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
                "name", "state", "what"),
         _table("Kept decisions: how auto computes experts, with the age and the spread of its "
@@ -232,9 +233,9 @@ def _short(text: str, width: int) -> str:
 
 
 def _check(row: dict[str, Any]) -> dict[str, Any]:
-    what = row["reason"] if row["output_error"] is None else (
+    text = row["reason"] if row["output_error"] is None else (
         f"output {row['output_error']:.0e}, gradients {row['gradient_error']:.0e}")
-    return {**row, "ranks": _ranks(row), "verdict": "good" if row["ok"] else "FAILED", "what": what}
+    return {**row, "ranks": _ranks(row), "verdict": "good" if row["ok"] else "FAILED", "what": text}
 
 
 def _ranks(row: dict[str, Any]) -> str:
@@ -244,9 +245,9 @@ def _ranks(row: dict[str, Any]) -> str:
 def _missing(report: dict[str, Any]) -> str:
     lines = [f"  {r['name']} ({r['use']}):\n    {r['install']}"
              for r in report["packages"] if r["install"]]
-    return "\n".join(["Missing, and the command that installs it", *lines]) if lines else ""
+    return "\n".join(["Missing packages, with install commands", *lines]) if lines else ""
 
 
 def _load(load: str) -> str:
-    """The load alone; `why` has the candidates, `--json` has device and versions, too."""
+    """Shorten a load to its main part; the other columns and `--json` contain the rest."""
     return load.split(": ", 1)[-1].split(", of ")[0]

@@ -1,1 +1,1 @@
-"""What `recommend`, `calibrate` and `profile-device` measure on the ranks that run them."""
+"""Measurements of `recommend`, `calibrate` and `profile-device` on the ranks that run them."""

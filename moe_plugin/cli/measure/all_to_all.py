@@ -1,4 +1,4 @@
-"""Measures all-to-all algorithms on the ranks of a group, real ones or an emulated cluster's."""
+"""Measure all-to-all algorithms on the ranks of a group, either real or of an emulated cluster."""
 
 from __future__ import annotations
 
@@ -33,15 +33,19 @@ COUNTED_RANKS = 64
 
 @dataclass(frozen=True)
 class ExchangeRow:
-    """One cell: an algorithm at a size.
+    """The measurement of one algorithm at one size.
 
     Attributes:
-        bytes: per rank.
-        median_ms, min_ms: of one exchange, over all ranks.
-        floor_ms: least time of the bytes on the wire.
+        nodes: number of nodes.
+        ranks_per_node: ranks per node.
+        algorithm: name of the algorithm.
+        bytes: bytes per rank.
+        median_ms: median time of one exchange over all ranks.
+        min_ms: shortest time of one exchange over all ranks.
+        floor_ms: shortest possible time of the bytes on the wire.
         cpu_ms: CPU time of all ranks and the switch, divided by the number of cores.
-        messages: leaving one node.
-        chosen: the algorithm that auto runs.
+        messages: messages that leave one node.
+        chosen: the algorithm that auto selected.
     """
 
     nodes: int
@@ -58,12 +62,14 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """A plan of measurements.
 
     Attributes:
-        repeats: timed repeats of a cell; half as many above `BURST_UP_TO` bytes.
-        settings: of the group, e.g. its topology.
-        helper: id of a process whose CPU time counts, too (an emulated cluster's switch).
+        names: names of the algorithms.
+        sizes: bytes per rank.
+        repeats: number of timed repeats. Half as many above `BURST_UP_TO` bytes.
+        settings: settings of the group, e.g. its topology.
+        helper: id of a process whose CPU time is counted too (an emulated cluster's switch).
     """
 
     names: tuple[str, ...]
@@ -75,11 +81,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's part of a cell.
+    """One rank's measurement of one algorithm at one size.
 
     Attributes:
-        seconds: per exchange, by repeat, over all ranks.
-        cpu_s: own CPU seconds per exchange.
+        name: name of the algorithm.
+        size: bytes per rank.
+        seconds: seconds per exchange over all ranks, for each repeat.
+        cpu_s: CPU seconds of this rank per exchange.
+        chosen: the algorithm that auto selected.
     """
 
     name: str
@@ -91,9 +100,9 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Run on every rank; returns (nodes of the group, one entry per cell).
+    """Measure on every rank. Returns the nodes of the group and one entry per measurement.
 
-    Each repeat runs all algorithms, in an order that rotates.
+    Each repeat runs all algorithms, in an order that rotates between repeats.
     """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
@@ -113,14 +122,14 @@ def measure_rank(plan: Plan,
                 spans[name].append((begin, end))
                 cpu[name] += used / burst
         for name in plan.names:
-            taken = _agreed(comm, spans[name], one_clock=plan.helper is not None)
-            cells.append(RankTimes(name, size, [t / burst for t in taken], cpu[name] / repeats,
+            durations = _agreed(comm, spans[name], one_clock=plan.helper is not None)
+            cells.append(RankTimes(name, size, [t / burst for t in durations], cpu[name] / repeats,
                                    _chosen(comm, name, x)))
     return comm.topology.nodes, cells
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run once; auto until it has chosen."""
+    """Run an algorithm once. Repeat auto until it has selected an algorithm."""
     run = algorithms.get(name)
     run(comm, x)
     for _ in range(100):
@@ -136,9 +145,10 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 
 
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
-    """Seconds of each repeat over all ranks.
+    """Return the seconds of each repeat over all ranks.
 
-    With one clock: from the first begin to the last end; else the slowest rank's time.
+    If all ranks share one clock, a repeat lasts from the first begin to the last end. Without a
+    shared clock, the time of the slowest rank is used.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -151,7 +161,10 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
 
 def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
-    """(begin, end, own CPU seconds) of `burst` exchanges, to reduce the effect of the barrier."""
+    """Run `burst` exchanges, which reduces the effect of the barrier on the result.
+
+    Returns the begin, the end, and this rank's CPU seconds.
+    """
     run = algorithms.get(name)
     comm.barrier()
     wait_for_device(x.device)
@@ -163,7 +176,7 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
 
 
 def _cpu_s(comm: Comm, helper: int | None) -> float:
-    """CPU seconds of this rank; on rank 0 also those of the helper."""
+    """Return the CPU seconds of this rank. On rank 0 the helper's are included."""
     if helper is None or comm.rank:
         return time.process_time()
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
@@ -171,21 +184,21 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
 
 def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
            cpu_ms: float | None = None) -> ExchangeRow:
-    """Of a cell; links of a real group are unknown, so that it has no floor."""
+    """Convert a rank's measurement. Without `floor_ms`, the links are unknown (a real group)."""
     return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
                        1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms,
                        cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Messages that leave one node, by formula or counted on simulated ranks.
+    """Return the messages that leave one node, by a formula or counted on simulated ranks.
 
-    The mean of unequal nodes; None for large groups of unequal nodes.
+    For nodes of unequal size the result is the mean, or None if the group is large.
     """
-    known = "linear" if name == "native" else name
-    if topology.uniform_nodes and known in COSTS:
+    algorithm = "linear" if name == "native" else name
+    if topology.uniform_nodes and algorithm in COSTS:
         return predict(Cluster(nodes=len(topology.nodes), ranks_per_node=len(topology.nodes[0])),
-                       known, 1.0).inter_messages
+                       algorithm, 1.0).inter_messages
     if topology.size > COUNTED_RANKS:
         return None
     traffic = Traffic()
@@ -195,9 +208,9 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
-    """Input of the planner's fit, for algorithms with a cost model.
+    """Return the input of the planner's fit, for algorithms with a cost model.
 
-    Medians, because with many ranks on few cores the fastest repeat is an outlier.
+    Medians are used, because with many ranks on few cores the fastest repeat is an outlier.
     """
     return [
         Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3,
@@ -207,13 +220,13 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 
 def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """(rows, what they were measured on); no rows on ranks other than 0."""
+    """Return the measurements and a description of the ranks. Only rank 0 gets measurements."""
     if args.repeats < 1:
-        raise ValueError(f"--repeats {short(args.repeats)} must be >= 1; e.g. 7")
+        raise ValueError(f"--repeats {short(args.repeats)} must be >= 1, e.g. 7")
     memory = memory_bytes(torch.device("cpu")) or float("inf")
     if not 1 <= min(plan.sizes) <= max(plan.sizes) <= memory:
-        raise ValueError(f"--sizes {short(args.sizes)} must be from 1 to the {memory} bytes of "
-                         "memory here; e.g. 64KiB,1MiB")
+        raise ValueError(f"--sizes {short(args.sizes)} must be between 1 and the {memory} bytes of "
+                         "this machine's memory, e.g. 64KiB,1MiB")
     if args.emulate:
         return laboratory("bench.all_to_all").emulated(args, plan)
     refuse_links(args)
@@ -222,9 +235,9 @@ def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow
 
 def _own_ranks(plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
-        raise ValueError("no ranks to measure on: start it with `torchrun --nproc-per-node 2 -m "
-                         "moe_plugin.cli.main bench all-to-all` (on each node), or emulate a "
-                         "cluster: --emulate 4x4")
+        raise ValueError("there are no ranks to measure. Start the command with `torchrun "
+                         "--nproc-per-node 2 -m moe_plugin.cli.main bench all-to-all` on each "
+                         "node, or emulate a cluster with --emulate 4x4")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

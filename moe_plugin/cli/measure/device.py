@@ -1,4 +1,4 @@
-"""Measures a processor for the cost model: matmuls, copies, small operations."""
+"""Measure a processor for the cost model: matmuls, copies and small operations."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ KERNEL_ROWS = (1, 16, 64, 256, 1024, 4096)
 LONGEST_S = 0.3
 KERNELS = {"cpu": {"fused", "grouped"},
            "cuda": {f"kernels {schedule}".strip() for schedule in SCHEDULES} | {"grouped", "loop"}}
-SHORTEST_S = 1e-5  # a call is taken to last at least so long when calls are counted
+SHORTEST_S = 1e-5  # lower bound for the duration of a call when the number of calls is computed
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What was timed, every repeat in seconds.
+    """The measured times in seconds, one for each repeat.
 
     Attributes:
-        products: of matmuls [rows, width] x [width, inner], by rows.
-        launch: of the smallest operation.
-        copy: of `copied` bytes, read and written.
+        width: width of a token.
+        inner: inner width of an expert.
+        products: times of matmuls [rows, width] x [width, inner], by rows.
+        launch: times of the smallest operation.
+        copy: times of a copy.
+        copied: bytes that a copy reads and writes.
     """
 
     width: int
@@ -48,26 +51,34 @@ class Samples:
     copied: float
 
     def device(self, memory: float, name: str = "measured") -> Device:
-        """The constants that fit the medians. memory: bytes of a rank."""
+        """Fit a `Device` to the medians. memory: bytes of a rank."""
         launch = statistics.median(self.launch)
         times = [statistics.median(seconds) for seconds in self.products.values()]
         flops, half_rows = fit_products(tuple(self.products), times, launch,
                                         2.0 * self.width * self.inner)
-        found = Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
-                       memory_bytes_s=self.copied / statistics.median(self.copy),
-                       memory_bytes=memory)
-        off = [abs(found.matmul_s(rows, 2.0 * rows * self.width * self.inner) / seconds - 1)
+        fitted = Device(name=name, flops=flops, half_rows=half_rows, launch_s=launch,
+                        memory_bytes_s=self.copied / statistics.median(self.copy),
+                        memory_bytes=memory)
+        off = [abs(fitted.matmul_s(rows, 2.0 * rows * self.width * self.inner) / seconds - 1)
                for rows, seconds in zip(self.products, times, strict=True)]
-        return replace(found, fit_error=statistics.mean(off))
+        return replace(fitted, fit_error=statistics.mean(off))
 
 
 def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
                    inner: int = 2048, repeats: int = 7) -> Device:
-    """A `Device` of this machine, as one rank sees it.
+    """Measure this machine as one rank observes it.
 
-    A matmul of n rows takes launch + 2 width inner (n + half_rows) / flops seconds: a line in n.
-    width, inner: of the experts.
-    Raises: ValueError: a device that is not there, or widths that do not fit its memory.
+    In the model, a matmul of n rows takes launch + 2 width inner (n + half_rows) / flops seconds,
+    which is a line in n.
+
+    Args:
+        device: torch device.
+        dtype: dtype of the matmuls.
+        width: width of a token.
+        inner: inner width of an expert.
+        repeats: number of repeats.
+    Raises:
+        ValueError: the device does not exist, or the widths do not fit its memory.
     """
     memory = float(memory_bytes(_device(device)) or Device().memory_bytes)
     return sample_device(device, dtype, width, inner, repeats).device(memory)
@@ -75,16 +86,22 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
 
 def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
                   repeats: int = 7, least_s: float = 0.0) -> Samples:
-    """What `measure_device` fits; see there.
+    """Measure the times to which `measure_device` fits a device.
 
-    least_s: on a CPU, each repeat calls as often as takes so many seconds, and counts the mean: on
-    a processor with other work, short calls are seldom interrupted, and long ones always.
+    Args:
+        device: torch device.
+        dtype: dtype of the matmuls.
+        width: width of a token.
+        inner: inner width of an expert.
+        repeats: number of repeats.
+        least_s: on a CPU, each repeat makes enough calls to take this many seconds, and uses their
+            mean. On a busy processor a short repeat is seldom interrupted and a long repeat always.
     """
     where = _device(device)
     memory = memory_bytes(where) or float("inf")
     if min(width, inner) < 1 or 4 * width * inner > memory:
         raise ValueError(f"model_dim={short(width)} and hidden_dim={short(inner)} must be >= 1 and "
-                         f"fit the memory of {device}, {memory} bytes; e.g. 512 and 2048")
+                         f"fit the {memory} bytes of memory of {device}. Use e.g. 512 and 2048")
     w_DF = torch.randn(width, inner, dtype=dtype, device=where)
     launch = _seconds(lambda x=torch.zeros(8, device=where): x + 1, where, repeats * 10, least_s)
     products = {
@@ -98,15 +115,27 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
 
 def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, experts: int,
                     repeats: int = 3) -> dict[str, dict[str, Any]]:
-    """What `planner.prefill.load_kernels` reads: seconds of one of so many plain experts by its
-    rows, forward, for each strategy that `compute: auto` considers here.
+    """Measure the kernels of experts, for `planner.prefill.load_kernels`.
 
-    A call of one expert and one of all tell what is fixed about a call. Rows end where a call takes
-    longer than `LONGEST_S`.
+    The result has the seconds of the forward pass of one expert by its rows, for each strategy that
+    `compute: auto` considers on this device. The fixed cost of a call is derived from a call with
+    one expert and a call with all experts. Larger numbers of rows are left out after a call that
+    takes longer than `LONGEST_S`.
+
+    Args:
+        device: torch device.
+        dtype: dtype of the experts.
+        width: width of a token.
+        inner: inner width of an expert.
+        experts: number of experts of a call.
+        repeats: number of repeats.
+    Raises:
+        ValueError: `experts` is below 1.
     """
     where = _device(device)
     if experts < 1:
-        raise ValueError(f"--experts {short(experts)} must be >= 1; use the experts of a rank")
+        raise ValueError(f"--experts {short(experts)} must be >= 1. Use the number of experts of a "
+                         "rank")
 
     def call(name: str, count: int, rows: int) -> float:
         p = FFNParameters(w_LDF[:count], None, None, None, w_LFD[:count], None, "gelu",
@@ -119,7 +148,7 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
     with torch.no_grad():
         w_LDF = torch.randn(experts, width, inner, dtype=dtype, device=where) / width**0.5
         w_LFD = torch.randn(experts, inner, width, dtype=dtype, device=where) / inner**0.5
-        found: dict[str, dict[str, Any]] = {}
+        kernels: dict[str, dict[str, Any]] = {}
         for name in _kernels(where, dtype, width, inner, experts):
             seconds: dict[int, float] = {}
             for rows in KERNEL_ROWS:
@@ -128,18 +157,18 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
                     break
             one, all_, most = call(name, 1, 1), seconds[1], max(1, experts - 1)
             launch = min(max(0.0, (experts * one - all_) / most), *seconds.values())
-            found[name] = {"launch_s": float(f"{launch:.4g}"), "points": [
+            kernels[name] = {"launch_s": float(f"{launch:.4g}"), "points": [
                 [rows, float(f"{(s - launch) / experts:.4g}")] for rows, s in seconds.items()]}
-    return found
+    return kernels
 
 
 def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
              experts: int) -> list[str]:
-    """Candidates of few rows, then those of many."""
-    made = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
-                                   rows * experts, False, False), KERNELS[where.type])
-            for rows in (1, KERNEL_ROWS[-1])]
-    return list(dict.fromkeys([*made[0], *made[1]]))
+    """Return the candidates for few rows, followed by those for many rows."""
+    by_rows = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
+                                      rows * experts, False, False), KERNELS[where.type])
+               for rows in (1, KERNEL_ROWS[-1])]
+    return list(dict.fromkeys([*by_rows[0], *by_rows[1]]))
 
 
 def _device(name: str) -> torch.device:
@@ -148,16 +177,16 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         where = torch.device("meta")
     if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {short(name)} must be cpu or cuda; use cpu")
+        raise ValueError(f"--device {short(name)} is not supported. Use cpu or cuda")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {short(name)}: torch sees {torch.cuda.device_count()} GPUs; "
-                         "use cpu")
+        raise ValueError(f"--device {short(name)} does not exist: torch finds "
+                         f"{torch.cuda.device_count()} GPUs. Use cpu")
     return where
 
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
                  operations: float) -> tuple[float, float]:
-    """(flops, half_rows) of the line through the times by least relative squares.
+    """Return (flops, half_rows) of the line that fits the times with the least relative squares.
 
     operations: FLOPs of one row.
     """

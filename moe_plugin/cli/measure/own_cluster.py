@@ -1,7 +1,7 @@
-"""Measures the ranks that run: their network and their processors.
+"""Measure the network and the processors of the running ranks.
 
-All ranks measure at the same time, and each repeat counts with the slowest of them, so that every
-rank has the same numbers.
+All ranks measure at the same time, and each repeat uses the time of the slowest rank, so that all
+ranks get the same results.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moe_plugin.planner.model import MeasuredNetwork, ModelShape, Processor
 from moe_plugin.utils.machine import device_name, memory_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
-# bytes per rank: 4 KiB, four times as many, and so on
+# the measured sizes in bytes per rank begin at 4 KiB, and each is four times as large as the last
 FIRST_SIZE, LEAST_SIZE, MOST_SIZE = 4 * KIB, 4 * MIB, 64 * MIB
-MICRO_BATCH = 8  # sequences of the largest exchange that is measured
-ENOUGH_S = 0.5  # no larger size is measured after one that takes longer
-LEAST_S = 0.02  # of a repeat of what takes little time
+MICRO_BATCH = 8  # number of sequences of the largest measured exchange
+ENOUGH_S = 0.5  # after a measurement that takes longer, no larger size is measured
+LEAST_S = 0.02  # shortest duration of a repeat of short operations
 
 
 @contextlib.contextmanager
 def own_ranks(cuda: bool) -> Iterator[Comm]:
-    """The ranks that a launcher has started, one group; one process alone is a group of one."""
+    """Join the ranks that a launcher started in one group. A single process is its own group."""
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -49,26 +49,27 @@ def own_ranks(cuda: bool) -> Iterator[Comm]:
 
 
 def grid_of(comm: Comm) -> tuple[int, int]:
-    """(nodes, ranks per node); collective.
+    """Return the number of nodes and the ranks per node. Collective.
 
-    Raises: ValueError: nodes have different numbers of ranks.
+    Raises:
+        ValueError: the nodes have different numbers of ranks.
     """
     nodes = comm.prepare().nodes
     sizes = sorted({len(node) for node in nodes})
     if len(sizes) > 1:
-        raise ValueError(f"nodes have {sizes} ranks: plans need nodes of one size; start as many "
-                         "ranks on each node")
+        raise ValueError(f"the nodes have {sizes} ranks, but plans need the same number of ranks "
+                         "on each node. Start the same number of ranks on each node")
     return len(nodes), sizes[0]
 
 
 def rank_memory(device: torch.device, ranks_per_node: int) -> float:
-    """Bytes that a rank may use: the ranks of a node share its memory, but have a GPU each."""
+    """Return the bytes that a rank may use: its GPU's memory, or its share of the node's memory."""
     memory = float(memory_bytes(device) or Device().memory_bytes)
     return memory if device.type == "cuda" else memory / ranks_per_node
 
 
 def largest_size(model: ModelShape) -> int:
-    """Bytes per rank up to which the network is measured for a model, a power of four of KiB."""
+    """Return the largest size in bytes per rank for which a model's network is measured."""
     rows = model.layer(MICRO_BATCH * model.sequence)
     size = LEAST_SIZE
     while size < min(rows.rows * rows.row_bytes, MOST_SIZE):
@@ -77,7 +78,7 @@ def largest_size(model: ModelShape) -> int:
 
 
 def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
-    """What another run's network has in common with this one, if it may be taken for it."""
+    """Return the properties that must be equal for the network measurement to be reused."""
     return {
         "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
         "backend": dist.get_backend(), "device": device_name(device), "torch": torch.__version__
@@ -85,7 +86,10 @@ def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device
 
 
 def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict[str, str]:
-    """The same of processors: ranks of one machine share it."""
+    """Return the properties that must be equal for the processor measurement to be reused.
+
+    The number of ranks is included, because ranks of one machine share its processor.
+    """
     return {
         "device": device_name(device), "ranks": str(comm.size),
         "threads": str(torch.get_num_threads() if device.type == "cpu" else 0),
@@ -96,25 +100,24 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict
 
 def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
                     nics: int, repeats: int) -> MeasuredNetwork:
-    """Measure all-to-alls by algorithm and size, and fit a cluster to them."""
+    """Measure all-to-alls by algorithm and size, and fit a cluster to the measurements."""
     sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
     shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     for size in sizes:
         _, cells = measure_rank(Plan(tuple(COSTS), (size,), repeats), comm)
-        found += [Measurement(*grid, cell.name, cell.size, median_high(cell.seconds))
-                  for cell in cells]
-        if size >= LEAST_SIZE and found[-1].seconds > ENOUGH_S:
+        measurements += [Measurement(*grid, cell.name, cell.size, median_high(cell.seconds))
+                         for cell in cells]
+        if size >= LEAST_SIZE and measurements[-1].seconds > ENOUGH_S:
             break
-    return MeasuredNetwork(about=about, cluster=fit(found, shape).cluster)
+    return MeasuredNetwork(about=about, cluster=fit(measurements, shape).cluster)
 
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
                       about: dict[str, str], repeats: int) -> Processor:
-    """Measure matrix products of the experts' widths on all ranks at the same time, and fit a
-    device to them. Each repeat counts with the slowest rank.
+    """Measure matrix products of the experts' widths on all ranks at once, and fit a device.
 
-    memory: bytes of a rank.
+    Each repeat uses the time of the slowest rank. memory: bytes of a rank.
     """
     dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
     where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
@@ -125,7 +128,7 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
 
 
 def _slowest(comm: Comm, samples: Samples) -> Samples:
-    """Each repeat as on the slowest rank."""
+    """Replace each repeat by its time on the slowest rank."""
     return replace(samples, launch=comm.agree_max(samples.launch),
                    copy=comm.agree_max(samples.copy),
                    products={n: comm.agree_max(s) for n, s in samples.products.items()})

@@ -1,1 +1,1 @@
-"""Plans of models on clusters, and what the commands compute and explain. Never imports torch."""
+"""Planning of models on clusters, and the texts that explain the plans. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Search results as text: which layout or plan, its time and memory, and the alternatives."""
+"""Format search results: the best layout or plan, its time and memory, and the alternatives."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 # Predicted all-to-all times as tables and a plot.
 def sent(size: int) -> str:
-    """Of a table's row or title."""
+    """Format a size for the row or title of a table."""
     return f"{show_size(size)} by each rank"
 
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
-    """Of a page: predicted times, a table for each size."""
-    found = []
+    """Return the parts of a page with predicted times: a title and a table for each size."""
+    parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
         by_ranks: dict[int, dict[str, float]] = {}
         for row in rows:
             if row["bytes"] == size:
                 by_ranks.setdefault(row["ranks"], {})[row["algorithm"]] = row["ms"]
-        found += [f"{sent(size)}, predicted time:", columns(by_ranks.items(), {
+        parts += [f"{sent(size)}, predicted time:", columns(by_ranks.items(), {
             "ranks": "{0[0]:,} ranks",
             **{name: lambda item, name=name: show_time(item[1][name] / 1e3)
                for name in next(iter(by_ranks.values()))},
             "linear / 2dh": lambda item: (
                 f"{item[1]['linear'] / item[1]['2dh'] if item[1]['2dh'] else 1:.2f}x"),
             "best": lambda item: min(item[1], key=item[1].get)})]
-    return found
+    return parts
 
 
 def plot_model(rows: list[dict[str, Any]], path: str) -> None:
-    """Time by ranks, one panel for each size."""
+    """Draw the time by ranks, with one panel for each size."""
     sizes = list(dict.fromkeys(row["bytes"] for row in rows))
     figure, axes = pyplot().subplots(1, len(sizes), figsize=(3.6 * len(sizes), 3.6),
                                      squeeze=False, layout="constrained")
@@ -59,13 +59,13 @@ def plot_model(rows: list[dict[str, Any]], path: str) -> None:
 
 NAMES = {
     "tp": "tensor parallel", "pp": "pipeline stages", "expert_ranks": "expert group",
-    "micro_batch": "micro-batch", "r": "r", "d": "pieces d", "algorithm": "all-to-all",
-    "send": "a token sent as"
+    "micro_batch": "micro-batch", "r": "parallel.r", "d": "pieces", "algorithm": "all-to-all",
+    "send": "dispatch.send"
 }
 
 
 def breakdown(cost: PlanCost) -> dict[str, Any]:
-    """One plan as plain values, for JSON."""
+    """Return a plan as plain values for JSON."""
     return {
         "plan": cost.plan.as_dict(), "label": cost.plan.label, "seconds": cost.seconds,
         "time": cost.time, "memory_bytes": cost.memory_bytes, "memory": cost.memory, "moe_layer": {
@@ -76,25 +76,25 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
 
 
 def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
-    """The predicted step of a plan, with the errors of the fits that it is made from."""
+    """Return the predicted step time of a plan, with the errors of the fits behind it."""
     inputs: dict[str, Device | Cluster] = {"device": device}
     if cluster.ranks > 1:
         inputs["cluster"] = cluster
-    errors = (f"{what} {one.name}: " + (
-        "not fitted to measurements" if one.fit_error is None else
-        f"the fit is off by {one.fit_error:.0%} on average") for what, one in inputs.items())
+    errors = (f"{label} {fitted.name}: " + (
+        "not fitted to measurements" if fitted.fit_error is None else
+        f"the fit is off by {fitted.fit_error:.0%} on average") for label, fitted in inputs.items())
     return f"predicted step: {show_time(cost.seconds)} ({'; '.join(errors)})"
 
 
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
-    """The ranking, the best plan's time and memory, and what each change would cost."""
+    """Return the ranking, the best plan's time and memory, and the cost of each change."""
     best = found.plans[0]
     lines = [
         f"{cluster.ranks} ranks ({cluster.nodes} nodes of {cluster.ranks_per_node}) of "
         f"{device.name} on {cluster.name}; "
         f"{(model.dense_parameters + model.expert_parameters) / 1e9:.2f}B parameters, "
         f"{model.global_batch} x {model.sequence} tokens per step",
-        f"costed {found.tried} layouts; {found.skipped} plans ruled out by a bound, "
+        f"computed the cost of {found.tried} layouts; {found.skipped} plans excluded by a bound, "
         f"{found.too_big} by memory",
         head_room(device),
         "", *plan_lines(found.plans)
@@ -105,7 +105,7 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
-    """The plans, fastest first, and the first one's time and memory."""
+    """Return the plans, fastest first, and the first plan's time and memory."""
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)
     return [
@@ -117,7 +117,7 @@ def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
 
 
 def head_room(device: Device) -> str:
-    """How much memory plans may use, and why not all of it."""
+    """Return a line about the memory that plans may use, and why they may not use all of it."""
     usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
     return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "
             "for fragmentation and libraries")
@@ -128,7 +128,7 @@ def _time_and_memory(best: PlanCost) -> list[str]:
     return [
         *(f"  {name:24}{show_time(s):>10} {100 * s / best.seconds:5.1f} %"
           for name, s in best.time.items() if s),
-        f"  one MoE layer: {show_time(best.layer.seconds)}, of which {phases}; overlap hides "
+        f"  one MoE layer: {show_time(best.layer.seconds)}, consisting of {phases}; overlap hides "
         f"{show_time(best.layer.hidden)}",
         "memory of the fullest rank",
         *(f"  {name:24}{show_size(size):>10}" for name, size in best.memory.items())
@@ -137,16 +137,16 @@ def _time_and_memory(best: PlanCost) -> list[str]:
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
-    """For each number of the best plan, the best plan with another one in its place."""
+    """For each value of the best plan, describe the best plan with another value."""
     lines = []
     for axis, other in alternatives(model, cluster, device, best, space).items():
         if other.memory_bytes > device.usable_bytes:
-            why = (f"needs {show_size(other.memory_bytes)} of {show_size(device.usable_bytes)} at "
-                   "least")
+            why = (f"needs at least {show_size(other.memory_bytes)}, but only "
+                   f"{show_size(device.usable_bytes)} is usable")
         else:
             worse = max(best.time, key=lambda part: other.time[part] - best.time[part])
             change = other.time[worse] - best.time[worse]
             why = (f"{100 * (other.seconds / best.seconds - 1):+.1f} %, mostly {worse} "
                    f"({show_change(change)})")
         lines.append(f"  {NAMES[axis]} {value_of(other.plan, axis)}: {why}; {other.plan.label}")
-    return lines or ["  nothing else divides"]
+    return lines or ["  no other values divide evenly"]

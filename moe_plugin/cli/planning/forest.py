@@ -1,4 +1,4 @@
-"""A schedule in words and numbers: how fast, why not faster, and next to what others do."""
+"""Describe a schedule: its speed, why no schedule is faster, and a comparison with others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from moe_plugin.planner.forest.simulate import Program, Simulated, program_of, r
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.messages import aligned, tracked
 
-MOST_STEPS = 200_000  # of a simulation, so that it takes seconds
-MOST_RANKS = 128  # up to which the other algorithms are laid out
-_NAMED = 8  # nodes that a text lists
+MOST_STEPS = 200_000  # limit of a simulation, so that it takes only seconds
+MOST_RANKS = 128  # largest number of ranks for which other algorithms are compared
+_NAMED = 8  # largest number of nodes listed by name
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A way to carry out the collective.
+    """One algorithm for the collective.
 
     Attributes:
-        run: simulated at the size asked for.
-        limit_s: seconds that its busiest wire needs.
+        name: name of the algorithm.
+        run: simulation at the requested size.
+        limit_s: seconds that the busiest wire needs.
     """
 
     name: str
@@ -33,13 +34,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is said about a schedule.
+    """All data of the report about a schedule.
 
     Attributes:
+        schedule: the schedule.
         size: bytes of the result.
-        ways: ours first; empty with one rank.
-        planned_s: how long planning took.
-        note: what was assumed about the network.
+        ways: the compared algorithms, with the schedule first; empty with one rank.
+        planned_s: seconds that planning took.
+        note: assumptions about the network.
     """
 
     schedule: Schedule
@@ -50,7 +52,7 @@ class Report:
 
 
 def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
-    """The schedule and the baselines, simulated with up to `chunks` chunks of each piece."""
+    """Simulate the schedule and the baselines, with up to `chunks` chunks of each piece."""
     if len(schedule.network.ranks) == 1:
         return ()
     programs = [program_of(schedule)]
@@ -67,7 +69,7 @@ def _compared(program: Program, size: int, chunks: int) -> Compared:
 
 
 def cut_words(schedule: Schedule) -> str:
-    """Why nothing is faster: the nodes of the cut, what must cross it, over which bandwidth."""
+    """Explain why no schedule is faster: the cut, the data that must cross it, its bandwidth."""
     network = schedule.network
     inside = [rank for rank in network.ranks if rank in schedule.cut]
     if len(network.ranks) == 1:
@@ -90,14 +92,14 @@ def cut_words(schedule: Schedule) -> str:
 
 
 def _parts_words(schedule: Schedule) -> str:
-    """The same of an all-reduce whose halves overlap: a partition instead of a cut."""
+    """Explain the optimum of an overlapping all-reduce, for which a partition replaces the cut."""
     network, parts = schedule.network, schedule.parts
     width = sum((network.out_of(part) for part in parts), Fraction(0))
     single = all(sum(rank in part for rank in network.ranks) == 1 for part in parts)
-    what = ("Each rank by itself" if single and len(parts) == len(network.ranks) else
-            "; ".join(_nodes(network, part) for part in parts[:3]) + "; ..." * (len(parts) > 3))
-    return (f"{what}, {len(parts)} parts: every piece must leave all of them but its root's, and "
-            f"its sum must come back; {number(width)} GB/s lead out of them in total. "
+    members = ("Each rank separately" if single and len(parts) == len(network.ranks) else
+               "; ".join(_nodes(network, part) for part in parts[:3]) + "; ..." * (len(parts) > 3))
+    return (f"{members}, {len(parts)} parts: every part except the root's must send its share of a "
+            f"piece and receive the sum; {number(width)} GB/s lead out of the parts in total. "
             f"2 ({len(parts)} - 1) / {number(width)} = "
             f"{schedule.inverse_rate / len(network.ranks)} s per GB of the result.")
 
@@ -107,7 +109,7 @@ def _shards(count: int) -> str:
 
 
 def _nodes(network: Network, cut: frozenset[str]) -> str:
-    """A set of nodes by name, or by those that are not in it, with the number of its ranks."""
+    """Name a set of nodes, or the nodes outside of it, with the number of its ranks."""
     inside = [node for node in network.nodes if node in cut]
     outside = [node for node in network.nodes if node not in cut]
     ranks = sum(node in cut for node in network.ranks)
@@ -125,20 +127,20 @@ def _listed(names: list[str]) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """At most six digits, exact where that is enough."""
+    """Format a number with at most six digits, exactly if that is enough."""
     return f"{float(value):.6g}"
 
 
 def trees_words(schedule: Schedule) -> str:
-    """How many trees there are, and what each one carries."""
+    """Describe how many trees there are and the bandwidth of each."""
     kinds = len(schedule.trees)
-    whose = "together" if schedule.overlap else "of each rank"
+    whose = "together" if schedule.overlap else "per rank"
     return (f"k = {schedule.k} trees {whose}, {number(schedule.unit)} GB/s each; {kinds} different "
-            f"tree{'s' * (kinds != 1)} to carry out")
+            f"tree{'s' * (kinds != 1)} in total")
 
 
 def share_words(schedule: Schedule) -> str:
-    """Whether these trees reach the optimum."""
+    """Describe whether these trees reach the optimum."""
     best = len(schedule.network.ranks) / (schedule.phases * schedule.inverse_rate)
     if schedule.algorithmic_bandwidth == best:
         return "the optimum"
@@ -147,7 +149,7 @@ def share_words(schedule: Schedule) -> str:
 
 
 def network_words(network: Network) -> str:
-    """How large a network is."""
+    """Describe the size of a network."""
     return (f"{len(network.ranks)} ranks, {len(network.switches)} switches, "
             f"{len(network.wires)} wires")
 
@@ -156,7 +158,7 @@ COLUMNS = ("simulated", "limit", "rate", "slower by", "chunks")
 
 
 def comparison(report: Report) -> list[tuple[str, ...]]:
-    """Each way's name, and what `COLUMNS` say of it."""
+    """Return a row for each algorithm: its name and the values of `COLUMNS`."""
     return [(way.name, show_time(way.run.seconds), show_time(way.limit_s),
              f"{report.size / way.run.seconds / 1e9:.5g} GB/s",
              f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", f"{way.run.chunks:,}")
@@ -164,7 +166,7 @@ def comparison(report: Report) -> list[tuple[str, ...]]:
 
 
 def text(report: Report) -> str:
-    """The report for a terminal."""
+    """Format the report for a terminal."""
     schedule, network = report.schedule, report.schedule.network
     lines = [f"{network.name}: {network_words(network)}"]
     if report.note:
@@ -183,6 +185,6 @@ def text(report: Report) -> str:
         "", aligned([("", *COLUMNS), *comparison(report)])
     ]
     if len(report.ways) == 1:
-        lines.append(f"(other algorithms are compared up to {MOST_RANKS} ranks)")
-    lines.append("limit: of the busiest wire, reached as the number of chunks grows")
+        lines.append(f"(other algorithms are compared only up to {MOST_RANKS} ranks)")
+    lines.append("limit: time of the busiest wire, approached as the number of chunks grows")
     return "\n".join(lines)

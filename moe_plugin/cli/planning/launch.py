@@ -1,4 +1,4 @@
-"""A plan as a host runs it: flags, YAML for `--moe-config`, and the whole command line."""
+"""Translate a plan for a host: flags, the YAML file for `--moe-config`, and the command line."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.utils.messages import short
 
 HOSTS = ("fairseq", "megatron")
-BYTES = 257  # tokens of the byte tokenizers of both hosts
+BYTES = 257  # number of tokens of the byte tokenizers of both hosts
 COLUMNS = 100
-CONFIG, LINE = "moe.yaml", "launch.sh"  # files of a plan
-SCRIPT = "pretrain_gpt_moe"  # of this package, by its name for the launcher
-FAIRSEQ = '"$(which fairseq-train)"'  # The shell expands it. It is quoted already.
+CONFIG, LINE = "moe.yaml", "launch.sh"  # the files of a plan
+SCRIPT = "pretrain_gpt_moe"  # a script of this package, by its name in the launcher
+FAIRSEQ = '"$(which fairseq-train)"'  # already quoted, and expanded by the shell
 BALANCE = "0.01"  # weight of the balance loss
 
 
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
                  keeps_send: bool = False) -> dict[str, Any]:
-    """A plan as this package's settings, nested plain values.
+    """Return a plan as settings of this package, as nested plain values.
 
     Args:
-        auto: the tuner starts with the plan's layout and may change it. How often a token's row
-            is sent it begins with `rows`.
-        keeps_send: it may not change that (see `plan_cost.needs_send`).
+        model: the model.
+        plan: the plan.
+        auto: whether the tuner may change the plan's layout during training. The tuner starts with
+            one row per token and expert (`rows`).
+        keeps_send: whether the tuner must not change `dispatch.send`, see `plan_cost.needs_send`.
     """
     parallel: dict[str, Any] = {
         "mode": "auto" if auto else "fixed", "r": plan.layout.r, "d": plan.layout.d
@@ -58,9 +60,10 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """The host's own flags, as a list of words.
+    """Return the host's own flags for a plan, as a list of words.
 
-    Raises: ValueError: unknown host, or one that cannot run the plan, with the remedy.
+    Raises:
+        ValueError: the host is unknown or cannot run the plan.
     """
     if host == "megatron":
         flags = [
@@ -83,8 +86,8 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
         raise ValueError(f"unknown host {short(host)}; known: {', '.join(HOSTS)}")
     if plan.tp * plan.pp > 1:
         raise ValueError(
-            f"plan {plan.label} needs tensor or pipeline parallelism, which fairseq lacks here; "
-            "plan with --host fairseq")
+            f"plan {plan.label} needs tensor or pipeline parallelism, which fairseq does not "
+            "support here. Plan with --host fairseq")
     update = model.global_batch // (plan.dp * plan.micro_batch)
     flags = [
         "--moe-freq", model.moe_every, "--batch-size", plan.micro_batch, "--tokens-per-sample",
@@ -96,17 +99,21 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
               activations: Sequence[str] = (), keeps_send: bool = False) -> str:
-    """The file of a plan for `--moe-config`.
+    """Return the text of a plan's file for `--moe-config`.
 
     Args:
-        note: comment at its top.
-        activations: see `PlanCost`.
+        model: the model.
+        plan: the plan.
+        host: see `HOSTS`.
+        auto: see `moe_settings`.
+        note: comment at the top of the file.
+        activations: what each layer does with its activations, see `PlanCost`.
         keeps_send: see `moe_settings`.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
     if activations:
         settings["offload"] = {"activations": ",".join(activations)}
-    if host == "megatron":  # its own flags override these
+    if host == "megatron":  # Megatron's own flags override these settings
         for key in ("num_experts", "router", "experts"):
             settings.pop(key)
     head = "".join(f"# {line}\n" for line in note.splitlines())
@@ -118,18 +125,19 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """What a command line needs beyond the plan.
+    """The values of a command line that do not depend on the plan.
 
     Attributes:
-        nodes, ranks_per_node: processes.
-        head: address of the first node, where there are several.
-        cpu: train on the processor.
-        threads: of each rank there; 0: as many as it likes.
+        nodes: number of nodes.
+        ranks_per_node: number of processes per node.
+        head: address of the first node. Needed with several nodes.
+        cpu: whether to train on the CPU.
+        threads: number of CPU threads of each rank, or 0 for no limit.
         data: folder (fairseq) or prefix (Megatron) of the data.
         config: the plan's file for `--moe-config`.
-        script: Megatron-LM's `pretrain_gpt.py`; None: `SCRIPT`.
-        steps: of the run.
-        learning_rate: of Adam.
+        script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
+        steps: number of steps of the run.
+        learning_rate: learning rate of Adam.
     """
 
     nodes: int = 1
@@ -145,7 +153,7 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """`torchrun` and its own options; on several nodes the line is run on each of them."""
+    """Return `torchrun` with its own options. With several nodes, the line runs on each node."""
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
         return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
@@ -157,16 +165,23 @@ def torchrun_words(start: LaunchCommand) -> list[str]:
 
 
 def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
-    """All words of the line.
+    """Return all words of the launch line.
 
-    host: see `HOSTS`. Data types follow `model.element_bytes`: 2 is bf16.
-    Raises: ValueError: the host cannot run the plan, or `script` is given to fairseq.
+    The data type follows `model.element_bytes`: 2 means bf16.
+
+    Args:
+        model: the model.
+        plan: the plan.
+        host: see `HOSTS`.
+        start: the remaining values of the line.
+    Raises:
+        ValueError: the host cannot run the plan, or `script` is set for fairseq.
     """
     flags = host_flags(model, plan, host)
     if host == "fairseq":
         if start.script is not None:
-            raise ValueError(f"--script {start.script} is Megatron's; use --host megatron, or "
-                             "leave it out")
+            raise ValueError(f"--script {start.script} is for Megatron only. Use --host megatron, "
+                             "or leave --script out")
         program = [FAIRSEQ, start.data, *_fairseq(model, start), *flags]
     else:
         chosen = [SCRIPT] if start.script is None else [
@@ -206,7 +221,10 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """The line for a shell, in parts of at most `COLUMNS` columns; a flag stays with its values."""
+    """Return the line for a shell, in parts of at most `COLUMNS` columns.
+
+    A flag and its values are always in the same part.
+    """
     parts: list[str] = []
     for word in words:
         shown = word if word == FAIRSEQ or _assigns(word) else shlex.quote(word)
@@ -224,7 +242,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """A shell script of a launch line; further flags can be added when it is run."""
+    """Return a shell script with the launch line, which appends the script's arguments."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

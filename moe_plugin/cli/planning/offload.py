@@ -1,5 +1,4 @@
-"""Plans for memory as text and as plain values: what each block does, and what else it would cost.
-"""
+"""Format memory plans as text and as plain values, with the cost of alternatives for each block."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 
 def keep_all_bytes(plan: SwapPlan) -> int:
-    """Bytes of the device that keeping everything needs."""
+    """Return the bytes of the device that are needed to keep all activations."""
     held = most = 0
     for block in plan.problem.blocks:
         held += block.activation_bytes
@@ -22,22 +21,23 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """By block, the seconds that a step would take longer with each other decision for it; inf: it
-    does not fit.
+    """Return, for each block, the additional seconds per step of each other decision.
+
+    The value is inf if a decision does not fit into memory.
     """
-    found = []
+    by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
-        others = {}
+        costs = {}
         for decision in block.choices:
             if decision != taken:
                 changed = (*plan.decisions[:j], decision, *plan.decisions[j + 1:])
-                others[decision] = plan.problem.seconds(changed) - plan.seconds
-        found.append(others)
-    return found
+                costs[decision] = plan.problem.seconds(changed) - plan.seconds
+        by_block.append(costs)
+    return by_block
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """A plan as plain values for JSON; None stands for what does not fit."""
+    """Return a plan as plain values for JSON. Decisions that do not fit have the value None."""
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
         "compute_s": plan.problem.compute_s, "peak_bytes": plan.outcome.peak,
@@ -46,9 +46,9 @@ def as_dict(plan: SwapPlan) -> dict[str, Any]:
                                                       for k, v in uniform(plan).items()},
         "blocks": [{
             "name": block.name, "decision": decision, "activation_bytes": block.activation_bytes,
-            "others": {k: _finite(v) for k, v in others.items()}
-        } for block, decision, others in zip(plan.problem.blocks, plan.decisions,
-                                             alternatives(plan), strict=True)]
+            "others": {k: _finite(v) for k, v in costs.items()}
+        } for block, decision, costs in zip(plan.problem.blocks, plan.decisions,
+                                            alternatives(plan), strict=True)]
     }
 
 
@@ -57,7 +57,7 @@ def _finite(value: float) -> float | None:
 
 
 def explain(plan: SwapPlan, name: str = "model") -> str:
-    """Decisions with their reasons, the step's time next to those of uniform decisions, memory."""
+    """Return the decisions with their reasons, the step time of uniform decisions, and memory."""
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))
     lines = [
@@ -66,18 +66,18 @@ def explain(plan: SwapPlan, name: str = "model") -> str:
         ", ".join(f"{count} {decision}" for decision, count in counts.items()),
         "", f"{'block':{width}}  decision   activations     forward     copies  otherwise"
     ]
-    for block, decision, others in zip(blocks, plan.decisions, alternatives(plan), strict=True):
+    for block, decision, costs in zip(blocks, plan.decisions, alternatives(plan), strict=True):
         copies = block.swap_out_s + block.swap_in_s
         lines.append(
             f"{block.name:{width}}  {decision:9} {show_size(block.activation_bytes):>12}"
             f"{show_time(block.forward_s):>12}{show_time(copies):>11}  "
-            + ", ".join(f"{k} {_change(v)}" for k, v in others.items()))
+            + ", ".join(f"{k} {_change(v)}" for k, v in costs.items()))
     lines += ["", "step time (predicted)", *_times(plan)]
     outcome = plan.outcome
     lines.append(
-        f"peak {show_size(outcome.peak)}; computing is busy {100 * outcome.occupancy:.1f} % and "
-        f"waits {show_time(outcome.stall_s)}; {show_size(outcome.moved_out)} out and "
-        f"{show_size(outcome.moved_in)} in")
+        f"peak {show_size(outcome.peak)}; computing is busy {100 * outcome.occupancy:.1f} % of the "
+        f"time and waits {show_time(outcome.stall_s)}; {show_size(outcome.moved_out)} copied out, "
+        f"{show_size(outcome.moved_in)} copied in")
     return "\n".join(lines)
 
 
@@ -89,9 +89,9 @@ def _times(plan: SwapPlan) -> list[str]:
         else:
             need = f" ({show_size(keep_all_bytes(plan))})" if decision == KEEP else ""
             rows.append((f"{decision} all", f"does not fit{need}"))
-    proof = ("no other decisions take less" if plan.proved else
-             f"no decisions take less than {show_time(plan.bound_s)}; these were searched")
-    return [*(f"  {what:16}{value}" for what, value in rows), f"  {proof}"]
+    proof = ("no other decisions are faster" if plan.proved else
+             f"no decisions are faster than {show_time(plan.bound_s)}; these are the best found")
+    return [*(f"  {label:16}{value}" for label, value in rows), f"  {proof}"]
 
 
 def _change(seconds: float) -> str:
@@ -99,7 +99,7 @@ def _change(seconds: float) -> str:
 
 
 def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
-    """Cuts as plain values for JSON."""
+    """Return the segments as plain values for JSON."""
     return {
         "seconds": plan.seconds, "micro_batches": plan.model.batches, "segments": list(plan.counts),
         "hides": plan.hides, "fill_s": plan.fill_s, "stall_s": plan.stall_s,
@@ -109,7 +109,7 @@ def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
 
 
 def explain_stream(plan: StreamPlan, name: str = "model") -> str:
-    """Segments, whether their copies are hidden, the step's time and memory."""
+    """Describe the segments, whether their copies are hidden, the step time, and memory."""
     model = plan.model
     whole = model.base + sum(layer.weight_bytes for layer in model.layers)
     lines = [
@@ -126,6 +126,6 @@ def explain_stream(plan: StreamPlan, name: str = "model") -> str:
               f"computing waits {show_time(plan.stall_s)}; accumulate more micro-batches")
     lines += ["", f"step time (predicted) {show_time(plan.seconds)}, first load "
               f"{show_time(plan.fill_s)}; {stalls}",
-              f"peak {show_size(plan.outcome.peak)}; {show_size(plan.outcome.moved_in)} in and "
-              f"{show_size(plan.outcome.moved_out)} out"]
+              f"peak {show_size(plan.outcome.peak)}; {show_size(plan.outcome.moved_in)} copied in, "
+              f"{show_size(plan.outcome.moved_out)} copied out"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Schedules in words: a table, and the timeline of one as lanes of text."""
+"""Describe pipeline schedules: a table, and the timeline of one schedule as lanes of text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from moe_plugin.planner.events import Timeline
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, groups, predict
 from moe_plugin.planner.units import show_size, show_time
 
-COLUMNS = 88  # of a lane
+COLUMNS = 88  # width of a lane
 
 
 def explain(profile: StageProfile) -> str:
-    """What each schedule takes, which one is chosen, and its timeline."""
+    """Describe the time of each schedule, the chosen schedule, and its timeline."""
     every, best = predict(profile), choose(profile)
     stages = len(profile.forward_s)
     lines = [f"{profile.name}: {stages} stages, {profile.micro_batches} micro-batches,",
@@ -39,13 +39,13 @@ def explain(profile: StageProfile) -> str:
 
 
 def lanes(timeline: Timeline, stages: int) -> list[str]:
-    """One line for each stage: what it computes over time."""
+    """Return one line for each stage that shows its computation over time."""
     cells = [["."] * COLUMNS for _ in range(stages)]
     for span in timeline.spans:
         if span.task.phase == "send":
             continue
         kind, stage, unit = span.task.name.split()
-        batch = unit.split(".")[0]  # of a slice: the number of its micro-batch, then its own
+        batch = unit.split(".")[0]  # a slice is named by its micro-batch and its own number
         first, last = (round(COLUMNS * at / timeline.seconds) for at in (span.start, span.end))
         mark = (chr(ord("a") + int(batch) % 26) if kind in ("backward", "weights")
                 else batch[-1])
@@ -54,7 +54,7 @@ def lanes(timeline: Timeline, stages: int) -> list[str]:
 
 
 def as_dict(profile: StageProfile) -> dict[str, object]:
-    """The same as JSON values."""
+    """Return the comparison as plain values for JSON."""
     return {"best": choose(profile).schedule, "schedules": [{
         "schedule": one.schedule, "seconds": one.seconds, "bubble": one.bubble,
         "micro_batches_kept": list(one.alive), "fits": one.fits, "slices": list(one.slices),
@@ -64,7 +64,7 @@ def as_dict(profile: StageProfile) -> dict[str, object]:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """A pipeline's timeline in the trace format of Chrome and Perfetto: stages, then links."""
+    """Return the timeline in the trace format of Chrome and Perfetto: stages, then links."""
     rows = sorted({span.task.resource for span in timeline.spans},
                   key=lambda name: (name.startswith("link"), *map(int, name.split()[1:])))
     return timeline.trace(rows)

@@ -1,4 +1,4 @@
-"""EPS-MoE's table: pieces and kernel of an MoE layer's forward pass by prompt length."""
+"""The table of EPS-MoE: pieces and kernel of an MoE layer's forward pass by prompt length."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from moe_plugin.planner.prefill import (
 )
 from moe_plugin.planner.units import show_time
 
-LOOKED_AT = 4096  # loads between none and the longest prompt's
+LOOKED_AT = 4096  # number of loads checked for a change of kernel
 
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """A prompt length. rows: of an expert. whole_s: in one piece. best: of all pieces."""
+    """The result for one prompt length.
+
+    Attributes:
+        tokens: prompt tokens on a rank.
+        rows: rows of an expert.
+        whole_s: seconds in one piece.
+        best: best choice among all numbers of pieces.
+    """
 
     tokens: int
     rows: float
@@ -35,10 +42,12 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class PrefillTable:
-    """What is best at which length.
+    """The best choices by prompt length.
 
     Attributes:
-        kernels: (tokens on a rank, kernel below, kernel from there on) in one piece.
+        rows: the results.
+        kernels: changes of the best kernel in one piece, as (tokens on a rank, kernel below, kernel
+            from there on).
     """
 
     rows: tuple[PrefillRow, ...]
@@ -47,25 +56,28 @@ class PrefillTable:
 
 def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
                   lengths: Sequence[int]) -> PrefillTable:
-    """The table of an MoE layer whose experts are spread over all ranks of a cluster.
+    """Compute the table of an MoE layer whose experts are spread over all ranks of a cluster.
 
     Args:
-        profile: of kernels for this layer's widths and experts.
-        lengths: prompt tokens on a rank.
-    Raises: ValueError: the experts do not divide over the ranks.
+        model: the model.
+        cluster: the cluster.
+        profile: measured kernels for the widths and experts of this layer.
+        lengths: numbers of prompt tokens on a rank.
+    Raises:
+        ValueError: the number of experts is not divisible by the number of ranks.
     """
     ranks = cluster.ranks
     if model.experts % ranks:
-        raise ValueError(f"{model.experts} experts do not divide over {ranks} ranks; give --nodes "
-                         "and --ranks-per-node")
-    here = model.experts // ranks
+        raise ValueError(f"{model.experts} experts cannot be divided over {ranks} ranks. Use "
+                         "--nodes and --ranks-per-node")
+    local_experts = model.experts // ranks
     host_s = PIECE_OPERATIONS * min((kernel.launch_s for kernel in profile.values()), default=0.0)
-    loads = [_load(model, cluster, tokens, here, host_s) for tokens in lengths]
+    loads = [_load(model, cluster, tokens, local_experts, host_s) for tokens in lengths]
     rows = [PrefillRow(tokens, load.rows, choices(load, profile, pieces=(1,))[0].seconds, best)
             for tokens, (load, best) in zip(lengths, table(loads, profile), strict=True)]
-    each = model.top_k / here  # rows of an expert for a token of each rank
+    each = model.top_k / local_experts  # rows of an expert per token of each rank
     most = int(max(load.rows for load in loads))
-    changes = crossovers(profile, here, range(1, most + 1, max(1, most // LOOKED_AT)))
+    changes = crossovers(profile, local_experts, range(1, most + 1, max(1, most // LOOKED_AT)))
     return PrefillTable(tuple(rows), tuple((round(n / each), a, b) for n, a, b in changes))
 
 
@@ -79,7 +91,7 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
 
 
 def explain(found: PrefillTable) -> str:
-    """A line for each length; where the kernel changes; what to set."""
+    """Format the table: a line for each length, the changes of the kernel, and the settings."""
     lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
              "  pieces, kernel"]
     for row in found.rows:
@@ -87,12 +99,12 @@ def explain(found: PrefillTable) -> str:
         cut = "one" if best.pieces == 1 else f"{best.pieces} along {best.cut}"
         lines.append(f"{row.tokens:>13}{row.rows:>16.4g}{show_time(row.whole_s):>12}"
                      f"{show_time(best.seconds):>12}  {cut}, {best.kernel}")
-    lines += [f"from {tokens} tokens on: kernel {after} in place of {before}"
+    lines += [f"from {tokens} tokens on: use kernel {after} instead of {before}"
               for tokens, before, after in found.kernels]
-    return "\n".join([*lines, "", "a fixed length: parallel.d (pieces), parallel.cut; any length: "
-                      "parallel.prefill: true"])
+    return "\n".join([*lines, "", "for one fixed length, set parallel.d (pieces) and parallel.cut; "
+                      "for any length, set parallel.prefill: true"])
 
 
 def as_dict(found: PrefillTable) -> dict[str, Any]:
-    """The same as plain values for JSON."""
+    """Return the table as plain values for JSON."""
     return asdict(found)

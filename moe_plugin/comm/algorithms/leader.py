@@ -1,9 +1,9 @@
-"""Leader all-to-all (HetuMoE): one rank of each node sends for all of them. For nodes with one
-network card.
+"""Leader all-to-all (HetuMoE): one rank of each node sends the data of all its ranks. The
+algorithm suits nodes with one network card.
 
-n ranks, m per node, S bytes per rank: gather the node's buffers on its leader, order them by
-destination node, exchange among leaders (n/m - 1 messages of m^2 * S/n bytes per node), order by
-destination rank, scatter.
+With n ranks, m ranks per node and S bytes per rank, the algorithm gathers a node's buffers on its
+leader, orders them by destination node, exchanges them among leaders (n/m - 1 messages of m^2 * S/n
+bytes per node), orders them by destination rank, and scatters them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from moe_plugin.comm.topology import Topology
 
 @dataclass(frozen=True)
 class _Node:
-    """What a leader knows: for each rank i of its node, the rows it sends to and gets from every
-    rank of the group.
+    """The counts that a leader needs.
+
+    Attributes:
+        send: for each rank of the node, the number of rows that it sends to every rank of the
+            group.
+        recv: for each rank of the node, the number of rows that it receives from every rank of the
+            group.
     """
 
     send: dict[int, list[int]]
@@ -34,11 +39,12 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Through one rank per node: few large messages between nodes, a gather and a scatter inside.
+    """Send through one rank per node: few large messages between nodes, and a gather and a scatter
+    within each node.
 
-    Pieces and nodes may be unequal, ranks in any order.
-    Unequal pieces cost one small message of counts from each rank to its leader. Needs
-    `Comm.prepare`.
+    Pieces and nodes may have different sizes, and ranks may be in any order. With pieces of
+    different sizes, each rank also sends one small message of counts to its leader. `Comm.prepare`
+    must have been called.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -60,11 +66,13 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Equal pieces, equal nodes in rank order: two strided copies on leaders, no lists of lengths.
+    """Exchange equal pieces between equal nodes in rank order.
+
+    This case needs only two strided copies on leaders, and no lists of lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
-    if not x.numel():  # on every rank: all take part in every exchange, or none does
+    if not x.numel():  # the same on every rank, so that no rank waits for another
         return out
     if comm.rank != node[0]:
         exchange_pieces(comm, [(node[0], x)], [])
@@ -85,7 +93,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
             even: bool) -> _Node | None:
-    """On leaders the node's counts, elsewhere None."""
+    """Return the counts of the node's ranks on leaders, and None on other ranks."""
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None
@@ -98,7 +106,7 @@ def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
 
 
 def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
-    """Rows by (rank of this node, destination rank)."""
+    """Gather the node's rows on the leader, ordered by (rank of this node, destination rank)."""
     lengths = {rank: sum(row) for rank, row in counts.send.items()}
     gathered = x.new_empty((sum(lengths.values()), *x.shape[1:]))
     parts = dict(zip(lengths, gathered.split(list(lengths.values())), strict=True))
@@ -107,8 +115,10 @@ def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
 
 
 def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _Node) -> Tensor:
-    """Exchange whole nodes' rows. Returns rows by (source node, source rank on it, destination rank
-    on this node).
+    """Exchange rows between the leaders of all nodes.
+
+    Returns:
+        Rows ordered by (source node, source rank on it, destination rank on this node).
     """
     node = list(counts.send)
     lengths = [length for rank in node for length in counts.send[rank]]
@@ -131,11 +141,12 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
 
 
 def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
-    """Order rows by (destination rank on this node, source rank) and send them to these ranks."""
+    """Order rows by (destination rank on this node, source rank), and send them to these ranks."""
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]
-    place = {source: index for index, source in enumerate(sources)}
-    order = [place[source] * len(node) + d for d in range(len(node)) for source in range(comm.size)]
+    position = {source: index for index, source in enumerate(sources)}
+    order = [position[source] * len(node) + d for d in range(len(node))
+             for source in range(comm.size)]
     parts = reorder(got, lengths, order).split([sum(counts.recv[d]) for d in node])
     exchange_pieces(comm, zip(node, parts, strict=True), [(comm.rank, out)])

@@ -1,11 +1,12 @@
-"""Two-dimensional hierarchical all-to-all (2DH, Tutel): inside the node first, then between ranks
+"""Two-dimensional hierarchical all-to-all (2DH, Tutel): first within each node, then between ranks
 of equal local rank.
 
-n ranks, m per node, S bytes per rank. Phase 1 collects, on local rank l, everything its node sends
-to local rank l of any node: messages of S/m bytes inside the node. Phase 2 sends each of these
-collections to its node: n/m - 1 messages of S*m/n bytes instead of n - m of S/n. This is for equal
-nodes. On unequal ones, rows for local rank j of another node go through local rank j mod m, so that
-every rank still sends at most one message to each rank that it collects for.
+Let there be n ranks, m ranks per node and S bytes per rank. Phase 1 collects on local rank l all
+data that its node sends to local rank l of any node, with messages of S/m bytes within the node.
+Phase 2 sends each of these collections to its destination node, with n/m - 1 messages of S*m/n
+bytes instead of n - m messages of S/n bytes. These numbers are for nodes of equal size. With nodes
+of different sizes, rows for local rank j of another node are sent through local rank j mod m, so
+that every rank still sends at most one message to each rank for which it collects.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from moe_plugin.comm.topology import Topology
 @algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Every rank sends to every rank directly; on gloo as messages, all receives posted first.
+    """Every rank sends directly to every rank; on gloo with messages whose receives are all posted
+    first.
 
-    gloo's own all-to-all queues a peer's ready signal behind bulk data, which is slow where pieces
-    are skewed. Posting all receives first avoids that, supports any dtype, and an error names the
-    peer. NCCL's own is already one grouped call.
+    Gloo's own all-to-all queues a peer's ready signal behind bulk data, which is slow if pieces
+    differ in size. Posting all receives first avoids this problem, supports any dtype, and allows
+    an error to name the peer. NCCL's own all-to-all is already a single grouped call.
     """
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
@@ -46,7 +48,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 @algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Every rank sends to every rank directly: always the backend's own all-to-all."""
+    """Every rank sends directly to every rank, always with the backend's own all-to-all."""
     return comm.all_to_all(x, send, recv)
 
 
@@ -55,9 +57,9 @@ class _Plan:
     """Lengths of one exchange.
 
     Attributes:
-        served: for each rank of this node, the destinations it collects for.
-        counts: for each rank of this node, how many rows it has for each destination that this
-            rank collects for.
+        served: for each rank of this node, the destinations for which it collects rows.
+        counts: for each rank of this node, its number of rows for each destination for which this
+            rank collects.
     """
 
     served: dict[int, list[int]]
@@ -67,10 +69,12 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """First inside the node by destination, then between nodes: few large messages on all cards.
+    """Exchange first within the node by destination, then between nodes: few large messages on all
+    network cards.
 
-    Pieces and nodes may be unequal, ranks in any order.
-    Unequal pieces cost one small exchange of counts inside the node. Needs `Comm.prepare`.
+    Pieces and nodes may have different sizes, and ranks may be in any order. Pieces of different
+    sizes need an additional small exchange of counts within the node. `Comm.prepare` must have been
+    called.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -84,20 +88,26 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Equal pieces, equal nodes in rank order: two strided copies, no lists of lengths."""
+    """Exchange equal pieces between equal nodes in rank order.
+
+    This case needs only two strided copies, and no lists of lengths.
+    """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)
     places, nodes = len(node), len(topology.nodes)
     by_place, at_place, out = stride_copy(x, nodes,
                                           places), torch.empty_like(x), torch.empty_like(x)
     swap_equal(comm, node, by_place, at_place)
-    place = topology.local_of[comm.rank]
-    swap_equal(comm, range(place, comm.size, places), stride_copy(at_place, places, nodes), out)
+    local_rank = topology.local_of[comm.rank]
+    swap_equal(comm, range(local_rank, comm.size, places), stride_copy(at_place, places, nodes),
+               out)
     return out
 
 
 def _via(topology: Topology, node: Sequence[int], destination: int) -> int:
-    """The rank of `node` that collects for a destination: the same local rank where it exists."""
+    """Return the rank of `node` that collects rows for a destination: the same local rank, if it
+    exists.
+    """
     return node[topology.local_of[destination] % len(node)]
 
 
@@ -113,17 +123,17 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
     if comm.state.collects_for is None:
         comm.state.collects_for = _served(topology, topology.peers(comm.rank))
     served = comm.state.collects_for
-    mine = served[comm.rank]
+    collected = served[comm.rank]
     if even:
-        counts = {rank: [send[0]] * len(mine) for rank in served}
+        counts = {rank: [send[0]] * len(collected) for rank in served}
     else:
         counts = exchange_ints(comm, {rank: [send[d] for d in served[rank]] for rank in served},
-                                    {rank: len(mine) for rank in served})
+                                    {rank: len(collected) for rank in served})
     return _Plan(served, counts)
 
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
-    """Phase 1. Returns rows by (destination served, rank of this node)."""
+    """Run phase 1. Returns rows ordered by (collected destination, rank of this node)."""
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]
@@ -137,7 +147,7 @@ def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
 
 def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
              plan: _Plan) -> Tensor:
-    """Phase 2. Returns pieces in rank order."""
+    """Run phase 2. Returns pieces in rank order."""
     destinations = plan.served[comm.rank]
     lengths = [
         sum(column) for column in zip(*(plan.counts[rank] for rank in plan.served), strict=True)

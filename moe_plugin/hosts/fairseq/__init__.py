@@ -1,3 +1,4 @@
-"""moe-plugin inside fairseq: models, criteria, gradient scale, checkpoints. `register` puts
-them in fairseq's registries.
+"""Integration into fairseq: models, criteria, scaling of gradients, and checkpoints.
+
+`register` adds them to fairseq's registries.
 """

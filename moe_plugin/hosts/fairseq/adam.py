@@ -1,4 +1,4 @@
-"""fairseq's Adam by torch's fused kernels."""
+"""Adam for fairseq with torch's fused kernels, and optimizers for streamed weights."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from moe_plugin.training.gradients.multi_tensor import local
 from moe_plugin.training.gradients.replicas import replicas_of
 
 
-# fairseq's optimizer where the weights of a model stream: one for each block of it, which fairseq
-# sees as one, also in checkpoints.
+# The optimizers of a model with streamed weights: one per block. fairseq sees them as a single
+# optimizer, also in checkpoints.
 class BlockOptimizers(FairseqOptimizer):
-    """The optimizers of all blocks.
+    """A fairseq optimizer that combines the optimizers of all blocks of a streamed model.
 
-    A step's passes leave gradients and their norm. They are divided by the step's size, but not in
-    16 bits, where fairseq's optimizer around this one multiplies them once.
+    The passes of a step compute the gradients and their norm. The gradients are divided by the
+    step's size, except in 16 bits, where fairseq's surrounding optimizer scales them once.
 
     Args:
-        cfg: of fairseq's optimizer.
-        trainer: with blocks in the order of the model's parameters.
-        stepped: called after each step.
+        cfg: settings of fairseq's optimizer.
+        trainer: the trainer, with its blocks in the order of the model's parameters.
+        stepped: function that is called after each step.
     """
 
     supports_step_with_scale = supports_groups = supports_flat_params = False
     supports_memory_efficient_fp16 = False
-    disable_mem_eff_fp16_loading_hack = True  # `load_state_dict` keeps the dtypes of a state
+    disable_mem_eff_fp16_loading_hack = True  # `load_state_dict` preserves the dtypes of a state
 
     def __init__(self, cfg: Any, trainer: StreamedTrainer, stepped: Callable[[], None]) -> None:
         super().__init__(cfg)
@@ -48,40 +48,43 @@ class BlockOptimizers(FairseqOptimizer):
 
     @property
     def optimizer(self) -> BlockOptimizers:
-        """This one: there is no single optimizer of torch's."""
+        """This object itself, because a streamed model has no single torch optimizer."""
         return self
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all blocks."""
+        """The parameter groups of all blocks."""
         return self.trainer.param_groups
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Discard the gradients."""
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """In 16 bits, once a block is stepped; else the passes did it."""
+        """Store the factor that is applied to 16-bit gradients when a block is updated.
+
+        Has no effect in float32, where the passes have already scaled the gradients.
+        """
         self.trainer.clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """The norm of all gradients, which are clipped when their block is stepped."""
+        """Return the norm of all gradients. Gradients are clipped when their block is updated."""
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
-        """Clip and step, block after block."""
+        """Clip the gradients and update the weights, block after block."""
         self.trainer.update()
         self.stepped()
 
     def state_dict(self) -> dict[str, Any]:
-        """As one optimizer of the whole model has it."""
+        """Return the state in the format of one optimizer for the whole model."""
         self.trainer.settle()
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for block, first in self._with_optimizers():
-            own = block.optimizer.state_dict()
-            groups = groups or [{**own["param_groups"][0], "params": []}]
-            for i, values in own["state"].items():
+            block_state = block.optimizer.state_dict()
+            groups = groups or [{**block_state["param_groups"][0], "params": []}]
+            for i, values in block_state["state"].items():
                 state[first + i] = dict(values)
             for (i, name), x in block.state_tensors().items():
                 state[first + i][name] = x
@@ -90,32 +93,34 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Take what `state_dict`, or the optimizer of a whole model, gave.
+        """Load a state from `state_dict`, or from an optimizer of the whole model.
 
         Raises:
-            ValueError: it is of another number of parameters.
+            ValueError: the state has another number of parameters.
         """
         [group], state = state_dict["param_groups"], state_dict["state"]
-        there, here = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
-        if there != here:
-            raise ValueError(f"the checkpoint's optimizer has {there} parameters, this model "
-                             f"{here}: must be equal; give --reset-optimizer")
+        saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
+        if saved != expected:
+            raise ValueError(f"the checkpoint's optimizer has {saved} parameters, but this model "
+                             f"has {expected}. Use --reset-optimizer")
         self.trainer.settle()
         for block, first in self._with_optimizers():
             numbers = range(len(block.trained))
-            # torch keeps what it is given: the file's tensors are not those of the run
+            # torch stores the tensors it gets, so the file's tensors must be copied
             own = {i: {name: x.clone() if isinstance(x, Tensor) else x
                        for name, x in state[first + i].items()}
                    for i in numbers if first + i in state}
             block.optimizer.load_state_dict({
                 "state": own, "param_groups": [{**group, "params": list(numbers)}]})
-            # torch casts a state to its parameter's dtype
+            # torch has cast the state to the dtype of its parameter: load the original dtypes
             block.load_state({key: own[key[0]][key[1]] for key in state_of(block.optimizer)})
-        for each in self.param_groups:
-            each.update(optimizer_overrides or {})
+        for param_group in self.param_groups:
+            param_group.update(optimizer_overrides or {})
 
     def _with_optimizers(self) -> Iterator[tuple[StreamedBlock, int]]:
-        """Blocks that train, and the number of their first parameter among all that do."""
+        """Yield the trained blocks, each with the index of its first parameter among all trained
+        parameters.
+        """
         first = 0
         for block in self.trainer.blocks:
             if block.optimizer is not None:
@@ -124,38 +129,42 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """A fairseq optimizer of 16 bits around `BlockOptimizers`, which drops their gradients."""
+    """Mixin for a 16-bit fairseq optimizer that also discards the gradients of its blocks."""
 
     def zero_grad(self) -> None:
-        """fairseq's, and the gradients that wait."""
+        """Discard fairseq's gradients and the stored gradients of the blocks."""
         self.blocks.zero_grad()
         super().zero_grad()
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """fairseq's own optimizer of 16 bits, with its loss scaler, around that of the blocks, which
-    have the main weights.
+    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer with its loss scaler.
+
+    The blocks store the main weights.
     """
     efficient = memory_efficient(cfg)
-    kind = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
-    # fairseq compares its name with that in a checkpoint
-    named = type(kind.__name__, (_DropsGradients, kind), {"blocks": blocks})
+    base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
+    # checkpoints store the name of the class, and fairseq compares it when it loads them
+    named = type(base.__name__, (_DropsGradients, base), {"blocks": blocks})
     return named(cfg, [], blocks) if efficient else named(cfg, [], blocks, [])
 
 
 def memory_efficient(cfg: Any) -> bool:
-    """Whether 16-bit weights have no main weights."""
+    """Return whether 16-bit weights are trained without float32 main weights."""
     return cfg.common.memory_efficient_fp16 or cfg.common.memory_efficient_bf16
 
 
 class FairseqNorm:
-    """The bits of fairseq's own clipping in one process, a `memory.weights.streamed.Clip`: the norm
-    of the norms of dense gradients, and with it the squares of all experts'.
+    """Gradient clipping with the same bits as fairseq's own clipping in one process.
+
+    Implements `memory.weights.streamed.Clip`. The norm combines the norms of the dense gradients
+    with the sum of squares of all experts' gradients.
 
     Args:
-        max_norm: of all gradients; 0: they are not clipped.
-        size: of the step, known once the last block's passes are done; gradients are divided by it.
-            None: in 16 bits they are multiplied by what `multiply` gets, and not clipped.
+        max_norm: upper bound of the norm of all gradients, or 0 for no clipping.
+        size: function that returns the size of the step, by which gradients are divided. The
+            function is called after the passes of the last block. In 16 bits `size` is None, and
+            gradients are multiplied by the factor passed to `multiply` and are not clipped.
     """
 
     def __init__(self, max_norm: float, size: Callable[[], float] | None) -> None:
@@ -163,14 +172,17 @@ class FairseqNorm:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was taken."""
+        """Discard the norms collected by `add`."""
         self._dense: dict[int, list[Tensor]] = {}
         self._experts = multi_tensor.SquaredNorm()
         self._factor, self._product = 1.0, 1.0  # type: float, float | Tensor
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of a block, and take their norms; place: its number."""
+        """Divide the gradients of a block by the step's size, and collect their norms.
+
+        place: index of the block.
+        """
         owners = [p for p in parameters if p.grad is not None]
         if self.size is not None:
             multi_tensor.scale_([p.grad for p in owners], 1 / self.size())
@@ -181,7 +193,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The norm of all that was taken, 0-dim float32."""
+        """Return the norm of all collected gradients, a float32 scalar."""
         norms = [norm for place in sorted(self._dense) for norm in self._dense[place]]
         dense = norms[0] if len(norms) == 1 else torch.norm(torch.stack(norms))
         squared = dense.double()**2 + self._experts.total(dense.device)
@@ -192,12 +204,12 @@ class FairseqNorm:
         return total
 
     def multiply(self, factor: float | Tensor) -> None:
-        """In 16 bits: what `scale` multiplies gradients by."""
+        """Set the factor that `scale` applies in 16 bits."""
         if self.size is None:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Make them smaller where the norm is above its bound; NaN reaches all."""
+        """Scale the gradients down if the norm is above its bound. NaN is applied to all."""
         if self.size is None:
             multi_tensor.scale_(gradients, self._product)
             return
@@ -209,26 +221,30 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """`fairseq.optim.adam.Adam` that passes over each parameter's memory once, on CPU and GPU.
+    """`fairseq.optim.adam.Adam` in one pass over each parameter's memory, on CPU and GPU.
 
-    Numbers are equal up to rounding, and so is the state by name, type and dtype (`step`, an int;
-    `exp_avg` and `exp_avg_sq` in float32), so that checkpoints fit both. Weight decay is decoupled:
-    w -= lr * weight_decay * w. fairseq adds `eps` to the root of the second moment before the
-    moment's bias is corrected, torch afterwards: torch is given eps / sqrt(1 - beta2 ** step).
+    The results equal fairseq's up to rounding. The state has the same names, types and dtypes
+    (`step`, an int; `exp_avg` and `exp_avg_sq` in float32), so that checkpoints fit both
+    optimizers. Weight decay is decoupled: w -= lr * weight_decay * w. fairseq adds `eps` to the
+    root of the second moment before the bias correction of the moment, and torch adds it
+    afterwards. Therefore torch receives eps / sqrt(1 - beta2 ** step).
 
-    Parameters in half precision are updated in float32 copies, one after another, as fairseq does,
-    and so are those that are not contiguous: torch's kernels for CPUs read all tensors in the order
-    of memory, whatever their strides.
+    Parameters in half precision are updated one by one in float32 copies, as in fairseq. The same
+    applies to non-contiguous parameters, because torch's CPU kernels read all tensors in memory
+    order and ignore their strides.
 
     Args:
-        params: parameters or groups of them, any floating dtype.
-        lr, betas, eps, weight_decay: as in fairseq.
-        half: between steps both moments are kept in 16 bits (`_Halves`), 4 bytes of a parameter in
-            the place of 8; `state_dict` gives them in float32, and a run that is resumed from it
-            goes on with the same bits.
+        params: parameters or parameter groups of any floating dtype.
+        lr: as in fairseq.
+        betas: as in fairseq.
+        eps: as in fairseq.
+        weight_decay: as in fairseq.
+        half: whether both moments are stored in 16 bits between steps (`_Halves`), with 4 instead
+            of 8 bytes per parameter. `state_dict` returns them in float32, and a run that resumes
+            from it continues with the same bits.
     """
 
-    # fairseq asks its optimizers for these
+    # attributes that fairseq reads from its optimizers
     supports_memory_efficient_fp16 = True
     supports_flat_params = True
 
@@ -236,16 +252,16 @@ class FusedAdam(torch.optim.Optimizer):
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, half: bool = False) -> None:
         self.half = half
-        # amsgrad: a group of fairseq's Adam has it, and may load this one
+        # groups of fairseq's Adam have the key amsgrad, and fairseq may load this state
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
                                   "weight_decay": weight_decay, "amsgrad": False})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient; returns the closure's loss.
+        """Update all parameters that have a gradient, and return the closure's loss.
 
         Raises:
-            RuntimeError: sparse gradients.
+            RuntimeError: a gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -263,7 +279,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if row[0] is weight and not self.half:
                     whole.setdefault((weight.device, weight.dtype, state["step"]), []).append(row)
                     continue
-                # alone, so that the moments of no other are in float32
+                # one parameter at a time, so that only its moments exist in float32
                 _update([row], state["step"], group)
                 if row[0] is not weight:
                     weight.copy_(row[0])
@@ -276,15 +292,18 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.Optimizer`; moments that are kept in halves are given in float32."""
-        found = super().state_dict()
-        found["state"] = {name: _decoded(state) for name, state in found["state"].items()}
-        return found
+        """Return the state, see `torch.optim.Optimizer`. 16-bit moments are returned in float32."""
+        result = super().state_dict()
+        result["state"] = {name: _decoded(state) for name, state in result["state"].items()}
+        return result
 
     def _counted_state(self, parameter: Tensor) -> dict[str, Any]:
-        """A parameter's state in this step: moments contiguous and in its precision or float32."""
+        """Return a parameter's state for this step, and count the step.
+
+        The moments are contiguous, in float32 or the parameter's higher precision.
+        """
         if parameter.grad.is_sparse:
-            raise RuntimeError("Adam does not take sparse gradients; use another optimizer")
+            raise RuntimeError("Adam does not support sparse gradients. Use another optimizer")
         state = _decoded(self.state[parameter])
         dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
         if not state:
@@ -297,19 +316,22 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Halves(NamedTuple):
-    """exp_avg, and the root of exp_avg_sq, whose own range 16 bits do not hold; see `encoded`."""
+    """`exp_avg` and the root of `exp_avg_sq` in 16 bits, see `encoded`.
+
+    The root is stored because the range of `exp_avg_sq` itself exceeds 16 bits.
+    """
 
     average: tuple[Tensor, Tensor]
     root: tuple[Tensor, Tensor]
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in float16 over a unit, and the unit, scalar: the power of two by which the largest
-    magnitude comes to lie in (32752, 65504].
+    """Encode x as float16 values and a scalar unit.
 
-    Relative error up to 2^-11, and absolute up to 2^-39 of the largest magnitude. What was decoded
-    is encoded without an error. Source: scales of `--fp16-adam-stats` in fairseq (after Jukebox,
-    Dhariwal et al. 2020), there any number, and there of exp_avg_sq itself.
+    The unit is the power of two that moves the largest magnitude into (32752, 65504]. The relative
+    error is at most 2^-11, and the absolute error at most 2^-39 of the largest magnitude. Encoding
+    decoded values again causes no further error. Source: scales of `--fp16-adam-stats` in fairseq
+    (after Jukebox, Dhariwal et al. 2020), which may be any number and apply to exp_avg_sq itself.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     part, exponent = torch.frexp(largest.float() / torch.finfo(torch.float16).max)
@@ -319,7 +341,7 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state with its moments in float32."""
+    """Return a parameter's state with its moments in float32."""
     if "halves" not in state:
         return state
     (average, unit), (root, root_unit) = state["halves"]
@@ -330,7 +352,7 @@ def _decoded(state: dict[str, Any]) -> dict[str, Any]:
 def _update(rows: list[tuple[Tensor, ...]], step: int, group: dict[str, Any]) -> None:
     weights, gradients, first, second = (list(column) for column in zip(*rows, strict=True))
     beta1, beta2 = group["betas"]
-    # torch counts up one tensor per parameter before it computes
+    # torch increments these step counts before it computes
     steps = torch.full((len(rows),), float(step - 1), device=weights[0].device)
     adamw(weights, gradients, first, second, [], list(steps.unbind()), foreach=False, fused=True,
           amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],

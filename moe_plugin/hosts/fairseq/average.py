@@ -1,10 +1,10 @@
-"""Average the weights of several checkpoints of a run, files of several ranks included.
+"""Average the weights of several checkpoints of a run. A checkpoint may have one file per rank.
 
     python -m moe_plugin.hosts.fairseq.average --inputs run/checkpoint_1_100.pt \
         run/checkpoint_1_200.pt --output run/average.pt
 
-fairseq's `scripts/average_checkpoints.py` takes one file of each and adds up all that a model
-saves; layers with experts save more than tensors, and each rank has a file of its own.
+fairseq's `scripts/average_checkpoints.py` cannot be used: it reads one file per checkpoint and adds
+up all saved values. Layers with experts save more than tensors, and each rank has its own file.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from moe_plugin.utils.messages import Parser, short
 from moe_plugin.utils.quiet import own_log
 from moe_plugin.utils.regular_files import check_output, make_folder
 
-logger = logging.getLogger("moe_plugin.hosts.fairseq.average")  # also where it is a command
+logger = logging.getLogger("moe_plugin.hosts.fairseq.average")  # `__name__` is different with -m
 _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")
 
 
 def average(inputs: Sequence[str], output: str) -> list[str]:
-    """Write a checkpoint whose weights are the means of these; returns its files.
+    """Write a checkpoint with the mean of the weights of several checkpoints.
 
-    Tensors of integers, which count, are the last one's; settings and everything else is the first
-    one's, optimizer state is left out.
+    Integer tensors, which count something, are copied from the last checkpoint. Settings and all
+    other values are copied from the first checkpoint. The optimizer state is left out.
 
     Args:
-        inputs: checkpoints, with or without the number of a rank.
-        output: name without it.
+        inputs: paths of the checkpoints, with or without the number of a rank.
+        output: path of the new checkpoint, without the number of a rank.
+    Returns: the files that were written.
     Raises:
-        ValueError: files are missing or damaged, or of other models or numbers of ranks.
+        ValueError: files are missing or damaged, or belong to different models or numbers of ranks.
     """
     ranks = _files_of(inputs[0])
     others = [_files_of(name) for name in inputs[1:]]
-    for name, found in zip(inputs[1:], others, strict=True):
-        if len(found) != len(ranks):
-            raise ValueError(f"checkpoint {short(name)} has {len(found)} files, {short(inputs[0])} "
-                             f"has {len(ranks)}: bring both to the same number of ranks by "
-                             "moe-plugin reshard IN OUT --world N")
+    for name, rank_paths in zip(inputs[1:], others, strict=True):
+        if len(rank_paths) != len(ranks):
+            raise ValueError(f"checkpoint {short(name)} has {len(rank_paths)} files, but "
+                             f"{short(inputs[0])} has {len(ranks)}. Bring both to the same number "
+                             "of ranks with moe-plugin reshard IN OUT --world N")
     written = []
     make_folder(os.path.dirname(os.path.abspath(output)))
     for number, paths in enumerate(zip(ranks, *others, strict=True)):
@@ -56,15 +57,15 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Of all ranks, in their order; a single one where no rank is named."""
+    """Return the files of all ranks in order, or a single file if the name has no ranks."""
     if not files.has_rank(name) and os.path.exists(name):
         return [name]
     stem = files.without_rank(name).removesuffix(".pt")
     paths = [files.with_rank(f"{stem}.pt", rank) for rank in range(len(files.rank_files(name)))]
     missing = [path for path in paths or [name] if not os.path.exists(path)]
     if missing:
-        raise ValueError(f"checkpoint {short(name)}: {missing[0]} does not exist; give the paths "
-                         "of checkpoints, with or without the number of a rank")
+        raise ValueError(f"file {missing[0]} of checkpoint {short(name)} does not exist. Pass the "
+                         "paths of checkpoints, with or without the number of a rank")
     return paths
 
 
@@ -89,15 +90,15 @@ def _check_alike(first: str, state: Mapping[str, Any], path: str, other: Mapping
     for key in _SAME:
         mine, its = ((one.get(files.MANIFEST) or {}).get(key) for one in (state, other))
         if mine != its:
-            raise CheckpointError(f"checkpoint {path!r} has {key}={its}, {first!r} has {key}="
-                                  f"{mine}: give checkpoints of one run")
+            raise CheckpointError(f"checkpoint {path!r} has {key}={its}, but {first!r} has {key}="
+                                  f"{mine}. Use checkpoints of the same run")
     shapes, its_shapes = ({name: tuple(value.shape) for name, value in one["model"].items()
                            if _is_weight(value)} for one in (state, other))
     for name in sorted(shapes.keys() | its_shapes.keys()):
         if shapes.get(name) != its_shapes.get(name):
             raise CheckpointError(
-                f"checkpoint {path!r} has {name} of shape {its_shapes.get(name)}, {first!r} has it "
-                f"of {shapes.get(name)}: give checkpoints of one run")
+                f"checkpoint {path!r} has {name} with the shape {its_shapes.get(name)}, but in "
+                f"{first!r} the shape is {shapes.get(name)}. Use checkpoints of the same run")
 
 
 def _is_weight(value: Any) -> bool:
@@ -105,26 +106,27 @@ def _is_weight(value: Any) -> bool:
 
 
 def options() -> Parser:
-    """The command line's."""
+    """Build the parser of the command line."""
     parser = Parser(prog="python -m moe_plugin.hosts.fairseq.average",
                     description="Average the weights of checkpoints of a fairseq run.")
     parser.add_argument("--inputs", required=True, nargs="+", metavar="FILE",
-                        help="checkpoints; those of several ranks by their name without the rank")
+                        help="checkpoints to average; for several ranks, names without the rank")
     parser.add_argument("--output", required=True, metavar="FILE",
                         help="checkpoint to write, with a file for each rank of the inputs")
     parser.add_argument("--trust-checkpoint", action="store_true",
-                        help="unpickle classes that are not listed, which can run code")
+                        help="also unpickle classes that are not listed as safe, which can run "
+                        "code from the file")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = options()
     args = parser.parse_args(argv)
     own_log()
     try:
         for path in average(args.inputs, args.output):
-            logger.info("%s: average of %d", path, len(args.inputs))
+            logger.info("%s: average of %d checkpoints", path, len(args.inputs))
     except ValueError as error:
         parser.error(str(error))
     return 0

@@ -1,4 +1,6 @@
-"""Which settings of a run are not the defaults, as one line of the log, for people and the report.
+"""Log the settings of a run that differ from their defaults, in one line.
+
+The line is written for people and for the report.
 """
 
 from __future__ import annotations
@@ -32,28 +34,30 @@ _UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
-    """The line of the log that names the settings that the user chose, as written, and their
-    defaults; where no command says which, e.g. with a file of Hydra, all of `changed`.
+    """Return the log line that names the settings chosen by the user, as written, and the defaults.
+
+    If the command line does not show the choice, for example with a Hydra file, the line contains
+    all settings returned by `changed`.
     """
-    found, words = changed(cfg), sys.argv[1:]
-    found = {name: (value, "–" if default == "None" else default)
-             for name, (value, default) in found.items()}
-    known = {name: (ON, OFF) if both == ("True", "False") else both
-             for name, both in found.items()}
-    named = {} if "config-name" in written(words) else chosen(words, known)
-    return f"{CHANGED} {json.dumps(named or found)}"
+    settings, words = changed(cfg), sys.argv[1:]
+    settings = {name: (value, "–" if default == "None" else default)
+                for name, (value, default) in settings.items()}
+    shown = {name: (ON, OFF) if both == ("True", "False") else both
+             for name, both in settings.items()}
+    named = {} if "config-name" in written(words) else chosen(words, shown)
+    return f"{CHANGED} {json.dumps(named or settings)}"
 
 
 def changed(cfg: Any) -> dict[str, tuple[str, str]]:
-    """Settings that differ from their defaults: (value, default) by the flag's name.
+    """Return all settings that differ from their defaults as (value, default) by flag name.
 
-    What an architecture sets differs from the defaults of its model. Settings whose defaults
-    are not declared are left out.
+    Settings of an architecture count as changed if they differ from the defaults of its model.
+    Settings without declared defaults are left out.
 
     Args:
         cfg: all settings of fairseq, by group.
     """
-    found: dict[str, tuple[str, str]] = {}
+    differing: dict[str, tuple[str, str]] = {}
     for group, kind in FairseqConfig.__dataclass_fields__.items():
         values = cfg.get(group)
         if values is None or group.startswith("_"):
@@ -63,13 +67,13 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
             default = _resolved(default, cfg)
             value = plain_value(values.get(name, default))
             if comparable(value) != comparable(default):
-                found.setdefault(name.replace("_", "-"), (str(value), str(default)))
-    return found
+                differing.setdefault(name.replace("_", "-"), (str(value), str(default)))
+    return differing
 
 
 def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
-    """The declared defaults of a group's settings; {} where nothing declares them."""
+    """Return the declared defaults of a group's settings, or {} if no defaults are declared."""
     name = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
@@ -87,9 +91,10 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of a model that declares its settings as arguments: the arguments' own, else those
-    of the architecture that has the model's name. (fairseq's transformers state none with the
-    arguments.)
+    """Return the defaults of a model that declares its settings as arguments.
+
+    The defaults of the arguments come first. Arguments without a default, such as those of
+    fairseq's transformer, get the value of the architecture with the model's name.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
@@ -101,7 +106,7 @@ def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
     base = Namespace()
     try:
         ARCH_CONFIG_REGISTRY["transformer" if ours else ARCH_MODEL_NAME_REGISTRY[arch]](base)
-    except (KeyError, AttributeError):  # there is none, or it needs what a user gives
+    except (KeyError, AttributeError):  # no such architecture, or it needs a user's setting
         pass
     stated = {**vars(base), **(_fields(MoETransformerFlags()) if ours else {})}
     found = {name: stated.get(name, default) if default is _UNSTATED else default
@@ -110,7 +115,7 @@ def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(default: Any, cfg: Any) -> Any:
-    """A default that is another group's setting: its value."""
+    """Resolve a default that refers to another group's setting."""
     if isinstance(default, str) and default.startswith("${"):
         return OmegaConf.select(cfg, default[2:-1])
     return default

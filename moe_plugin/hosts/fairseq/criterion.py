@@ -1,11 +1,10 @@
-"""Criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`: the loss plus the gate loss,
-once.
+"""Criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`, which add the gate loss.
 
     loss = inner + moe_gate_loss_wt * gate * sample_size
-    gate = mean (or sum) over MoE layers of that layer's weighted router losses; neg_log: -log(gate)
+    gate = mean (or sum) over MoE layers of the weighted router losses; neg_log: -log(gate)
 
-sample_size makes the gate loss an average over tokens once fairseq divides the gradient by it (as
-in fairseq's `moe` branch).
+fairseq later divides the gradient by sample_size. Multiplying the gate loss by sample_size makes it
+an average over tokens, as in fairseq's `moe` branch.
 """
 
 from __future__ import annotations
@@ -44,30 +43,33 @@ logger = logging.getLogger(__name__)
 
 
 class GateLoss:
-    """Adds the gate loss to another criterion and logs the branch's metrics.
+    """Mixin that adds the gate loss to a criterion and logs the metrics of fairseq's moe branch.
 
     Attributes:
-        flags: its settings.
+        flags: settings of the gate loss.
     """
 
     flags: Any = GateLossFlags()
 
     @classmethod
     def build_criterion(cls: Any, cfg: Any, task: Any) -> Any:
-        """As fairseq's."""
+        """Build the criterion as fairseq does, and store the settings of the gate loss."""
         if cfg.moe_gate_loss_wt < 0:
             raise ValueError(
-                f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: must be >= 0; use 0 "
-                "for no gate loss")
-        made = super().build_criterion(cfg, task)
-        made.flags = cfg
-        return made
+                f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: it must be >= 0. Use "
+                "0 for no gate loss")
+        criterion = super().build_criterion(cfg, task)
+        criterion.flags = cfg
+        return criterion
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """(loss, sample size, values to log). A model without MoE layers gives the inner loss."""
+        """Return (loss, sample size, values to log).
+
+        For a model without MoE layers the loss is the inner loss.
+        """
         for moe in layers_in(model):
-            moe.forget()  # fairseq goes on after a step that ran out of memory
+            moe.forget()  # fairseq continues after a step that ran out of memory
         inner, sample_size, logged = super().forward(model, sample, reduce=reduce)
         layers = moe_layers(model)
         if not layers:
@@ -84,21 +86,21 @@ class GateLoss:
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
-        """The layers' gate losses combined and transformed."""
+        """Combine the layers' gate losses, and apply the configured transformation."""
         total = torch.stack(losses).sum()
         if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)
         if plain_value(self.flags.moe_gate_loss_transform) != "neg_log":
             return total
-        # 0: no router that decided has a loss (a list of routers, say): nothing to add, and no
-        # infinite gradient
+        # the sum is 0 if no router contributed a loss (for example with a list of routers): then
+        # nothing is added, instead of an infinite loss and gradient
         return -torch.log(torch.where(total == 0, torch.ones_like(total), total))
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """fairseq's metrics, `inner_loss`, `moe_gate_loss` and those of `METRICS`.
+        """Log fairseq's metrics, `inner_loss`, `moe_gate_loss` and the metrics in `METRICS`.
 
-        Averaged over ranks and batches.
+        All metrics are averaged over ranks and batches.
         """
         sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)
@@ -106,13 +108,13 @@ class GateLoss:
         metrics.log_scalar("inner_loss", inner / sample_size / math.log(2), sample_size, round=3)
         named = logging_outputs
         if not issubclass(cls, LabelSmoothedCrossEntropyCriterion):
-            # named before fairseq's own, which would include the gate loss
+            # logged before fairseq's own value, which would include the gate loss
             metrics.log_derived("ppl",
                                 lambda meters: utils.get_perplexity(meters["inner_loss"].avg))
             tokens = sum(log.get("ntokens", 0) for log in logging_outputs)
             if tokens != sample_size:
                 metrics.log_scalar("nll_loss", inner / tokens / math.log(2), tokens, round=3)
-            # then fairseq names none
+            # equal counts keep fairseq from logging its own nll_loss
             named = [{**log, "ntokens": log.get("sample_size", 0)} for log in logging_outputs]
         super().reduce_metrics(named)
         gate = sum(log.get("moe_loss", 0) for log in logging_outputs)
@@ -124,50 +126,51 @@ class GateLoss:
 
 
 class MoECrossEntropyCriterion(GateLoss, CrossEntropyCriterion):
-    """`moe_cross_entropy`."""
+    """The criterion `moe_cross_entropy`."""
 
 
 class MoELabelSmoothedCrossEntropyCriterion(GateLoss, LabelSmoothedCrossEntropyCriterion):
-    """`moe_label_smoothed_cross_entropy`."""
+    """The criterion `moe_label_smoothed_cross_entropy`."""
 
 
 def check_balance(model: Any, criterion: Any) -> None:
-    """A warning where the routers need a balance loss and the criterion adds none."""
+    """Log a warning if the routers need a balance loss that the criterion does not add."""
     if all(balances_by_itself(layer.moe_layer.moe.router) for layer in moe_layers(model)):
         return
     if not isinstance(criterion, GateLoss):
         warn_unbalanced(
             f"criterion {type(criterion).__name__} does not add the routers' losses "
-            "(--moe-losses)", "most tokens will visit few experts; use moe_cross_entropy or "
+            "(--moe-losses)", "most tokens will be routed to few experts; use moe_cross_entropy or "
             "moe_label_smoothed_cross_entropy")
     elif not criterion.flags.moe_gate_loss_wt:
         warn_unbalanced("--moe-gate-loss-wt 0 leaves out the routers' losses (--moe-losses)",
-                        "most tokens will visit few experts; use 0.01 or more")
+                        "most tokens will be routed to few experts; use 0.01 or more")
     elif criterion.flags.moe_gate_loss_wt == GateLossFlags.moe_gate_loss_wt:
-        logger.info("the routers' losses have weight %s, the default of --moe-gate-loss-wt and of "
-                    "fairseq's moe branch; 0.01 is usual", GateLossFlags.moe_gate_loss_wt)
+        logger.info("the routers' losses have the weight %s, the default of --moe-gate-loss-wt and "
+                    "of fairseq's moe branch; a common value is 0.01",
+                    GateLossFlags.moe_gate_loss_wt)
 
 
-# Confident multiple choice learning in fairseq: `moe_ensemble_lm`, a language model with an
+# Confident multiple choice learning in fairseq: the language model `moe_ensemble_lm` with an
 # ensemble of output heads, and the criterion `moe_confident_oracle` (see
 # `moe_plugin.training.ensembles.cmcl`).
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
-    """`moe_transformer_lm` whose output is [B, T, M, V]: one distribution per head.
+    """A `moe_transformer_lm` with several output heads and the output [B, T, M, V].
 
-    Probabilities are the mean over heads.
+    Each head predicts a distribution. The model's probabilities are the mean over the heads.
     """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoEEnsembleLanguageModel:
-        """Build the model, then put the heads in place of its output projection."""
+        """Build the model, then replace its output projection by the heads."""
         model = super().build_model(args, task)
         decoder = model.decoder
         if decoder.adaptive_softmax is not None:
             raise ValueError(
                 f"--adaptive-softmax-cutoff {setting(args, 'adaptive_softmax_cutoff', None)} "
-                "cannot be used with an ensemble of heads: "
-                "leave it out")
-        decoder.share_input_output_embed = False  # the heads have weights of their own
+                "cannot be combined with an ensemble of output heads. Leave "
+                "--adaptive-softmax-cutoff out")
+        decoder.share_input_output_embed = False  # the heads have separate weights
         decoder.output_projection = EnsembleHeads(decoder.output_embed_dim,
                                                   len(task.target_dictionary),
                                                   setting(args, "ensemble_heads", 5),
@@ -176,7 +179,7 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
         return model
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
-        """The mean of the heads' distributions, [B, T, V]."""
+        """Return the mean of the heads' distributions, [B, T, V]."""
         log_p_BTMV = F.log_softmax(net_output[0].float(), dim=-1)
         log_p_BTV = torch.logsumexp(log_p_BTMV, dim=2) - torch.log(
             torch.tensor(float(log_p_BTMV.shape[2])))
@@ -184,41 +187,40 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
 
 
 class _Counts(Meter):  # type: ignore[misc]
-    """Numbers by place, which a log shows as `3/0/12`."""
+    """A meter that sums a vector of counts and is logged as `3/0/12`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is counted."""
+        """Reset all counts to zero."""
         self.counts: Tensor | int = 0
 
     def update(self, counts: Tensor) -> None:
-        """Add counts, [BINS]."""
+        """Add a vector of counts, [BINS]."""
         self.counts = self.counts + counts.cpu()
 
     @property
     def smoothed_value(self) -> str:  # type: ignore[override]
-        """For logs."""
+        """Return the counts as text for the log."""
         return "" if isinstance(self.counts, int) else "/".join(
             str(round(count)) for count in self.counts.tolist())
 
 
 class _ConfidentOracle(CrossEntropyCriterion):
-    """The loss without the gate loss."""
+    """The confident oracle loss, without the gate loss."""
 
     flags: Any
 
     def forward(self, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """(summed loss, sample size, values to log)."""
+        """Return (summed loss, sample size, values to log)."""
         logits_BTMV = model(**sample["net_input"])[0]
         flags, target_BT = self.flags, sample["target"]
         if logits_BTMV.dim() != 4:
             raise ValueError(
-                f"logits of shape {tuple(logits_BTMV.shape)} are of one head; moe_confident_oracle "
-                "needs an ensemble: "
-                "use --arch moe_ensemble_lm")
+                f"logits of shape {tuple(logits_BTMV.shape)} belong to a model with one output "
+                "head, but moe_confident_oracle needs an ensemble. Use --arch moe_ensemble_lm")
         real_BT = target_BT != self.padding_idx
         oracle, errors = sequence_oracle_loss(
             logits_BTMV, target_BT, real_BT, flags.oracle_k, flags.oracle_beta,
@@ -237,8 +239,11 @@ class _ConfidentOracle(CrossEntropyCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """fairseq's, and the error rates: no head is right; the mean of the heads is wrong; in
-        validation also how sure heads are.
+        """Log fairseq's metrics and the error rates `oracle_error` and `top1_error`.
+
+        `oracle_error` is the share of tokens for which no head is right, and `top1_error` the share
+        for which the mean of the heads is wrong. In validation, histograms of the heads'
+        confidence are logged as well.
         """
         super().reduce_metrics(logging_outputs)
         tokens = sum(log.get("ntokens", 0) for log in logging_outputs)
@@ -251,6 +256,6 @@ class _ConfidentOracle(CrossEntropyCriterion):
 
 
 class ConfidentOracleCriterion(GateLoss, _ConfidentOracle):
-    """`moe_confident_oracle`."""
+    """The criterion `moe_confident_oracle`."""
 
     flags = ConfidentOracleConfig()

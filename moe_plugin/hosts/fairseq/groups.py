@@ -1,4 +1,4 @@
-"""Which ranks share experts, and the communication of one model's MoE layers."""
+"""The groups of ranks that share experts, and the communication of a model's MoE layers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_eval
 
 @dataclass(frozen=True)
 class FairseqGroups:
-    """Which ranks share what.
+    """The groups of ranks of one model.
 
     Attributes:
-        expert: the ranks that store one copy of the experts.
-        replicas: how many copies there are.
-        world: data-parallel ranks.
+        expert: the group of ranks that together store one copy of the experts.
+        replicas: number of copies of the experts.
+        world: number of data-parallel ranks.
     """
 
     expert: Comm
@@ -39,12 +39,11 @@ class FairseqGroups:
 
 
 class MeasuredComm(TorchComm):
-    """A `TorchComm` that measures the exchange of rows, or leaves it out.
+    """A `TorchComm` that measures the exchange of rows, or skips the exchange.
 
-    For `--record-a2a-perf-stats` and `--dummy-a2a`.
-
-    Host time is measured around every exchange; on a CUDA device also the time between events on
-    the stream. Views of this group (`with_tag`) add to the same totals.
+    Used for `--record-a2a-perf-stats` and `--dummy-a2a`. The host time of every exchange is
+    measured. On a CUDA device the time between two events on the stream is measured as well. Views
+    of this group (`with_tag`) add to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -57,7 +56,7 @@ class MeasuredComm(TorchComm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """As `TorchComm.all_to_all`, measured."""
+        """Call `TorchComm.all_to_all` and measure it."""
         if self.dummy and x.is_floating_point():
             rows = sum(piece_lengths(x.shape[0], self.size, recv, "all_to_all receive"))
             return x[:rows].clone() if rows <= x.shape[0] else torch.cat(
@@ -66,7 +65,10 @@ class MeasuredComm(TorchComm):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """As `TorchComm.send_receive`, measured. Counts are exchanged also under `--dummy-a2a`."""
+        """Call `TorchComm.send_receive` and measure it.
+
+        `--dummy-a2a` skips only rows. Counts are still exchanged.
+        """
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
                 buffer.zero_()
@@ -76,7 +78,7 @@ class MeasuredComm(TorchComm):
 
     @contextmanager
     def _timed(self, *tensors: Tensor) -> Iterator[None]:
-        if not self.measured or self._inside:  # an all-to-all made of exchanges counts once
+        if not self.measured or self._inside:  # an all-to-all made of exchanges is counted once
             yield
             return
         device = next((x.device for x in tensors if x.is_cuda), None)
@@ -91,7 +93,7 @@ class MeasuredComm(TorchComm):
                 self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
-        """(cpu_ms, cuda_ms) since the last call; waits for the device."""
+        """Return (cpu_ms, cuda_ms) since the last call. Waits for the device."""
         if self._events:
             self._events[-1][1].synchronize()
         cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
@@ -102,15 +104,15 @@ class MeasuredComm(TorchComm):
 
 
 class Turns:
-    """Which MoE layer is computed next, agreed by all ranks that evaluate together.
+    """Agreement between all evaluating ranks on the MoE layer that is computed next.
 
-    A layer's call is collective, but evaluating ranks do not make the same calls: one has more
-    batches, another decodes longer sentences. So a rank waits for its turn before each call. The
-    layer with the lowest number that any rank waits for is next; ranks that wait for another one,
-    or have nothing left, take part in it without tokens.
+    A layer's call is collective, but evaluating ranks do not make the same calls: ranks may have
+    different numbers of batches, or decode sentences of different lengths. Each rank therefore
+    waits before each call. The layer with the lowest number that any rank waits for is computed
+    next. Ranks that wait for another layer, or have finished, participate without tokens.
 
     Args:
-        comm: all ranks that evaluate together, those with copies of the same experts too.
+        comm: all ranks that evaluate together, including those with copies of the same experts.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -118,22 +120,23 @@ class Turns:
         self._layers: list[Callable[[], object]] = []
 
     def add_layer(self, take_part: Callable[[], object]) -> int:
-        """Number of a layer; all ranks add the same layers in one order.
+        """Add a layer and return its number. All ranks must add the same layers in the same order.
 
-        take_part: a call of the layer without tokens.
+        take_part: a function that calls the layer without tokens.
         """
         self._layers.append(take_part)
         return len(self._layers) - 1
 
     def wait_for(self, number: int) -> None:
-        """Take part in other calls until it is layer `number`'s turn. All ranks that wait for it
-        then call it.
+        """Participate in calls of other layers until it is the turn of layer `number`.
+
+        All ranks that wait for this layer then call it.
         """
         while (turn := self._next(number)) != number:
             self._layers[turn]()
 
     def end(self) -> None:
-        """Take part in other ranks' calls until all ranks have ended. Collective."""
+        """Participate in other ranks' calls until all ranks have finished. Collective."""
         if self._layers:
             self.wait_for(len(self._layers))
 
@@ -143,13 +146,14 @@ class Turns:
 
 @dataclass
 class Evaluation:
-    """How models are built and loaded that only evaluate.
+    """The settings for building and loading models that are only evaluated.
 
     Attributes:
-        ranks: processes that evaluate together, each a part of the batches.
-        asked: ranks that share one copy of the experts; 0: as many as fit.
-        turns: of these processes, made with the first model whose experts are spread over them.
-        drops: of this process's batches.
+        ranks: number of processes that evaluate together, each on a part of the batches.
+        asked: requested number of ranks that share one copy of the experts, or 0 for as many ranks
+            as fit.
+        turns: the processes' `Turns`, created with the first model whose experts are distributed.
+        drops: counts of dropped tokens in this process's batches.
     """
 
     ranks: int = 1
@@ -158,28 +162,30 @@ class Evaluation:
     drops: DropCount = field(default_factory=DropCount)
 
     def expert_ranks(self, experts: int) -> int:
-        """Ranks that share one copy of a model's experts: the most that divide both numbers.
+        """Return the number of ranks that share one copy of a model's experts.
+
+        By default this is the largest number that divides both the ranks and the experts.
 
         Raises:
-            ValueError: another number was asked for, and it does not fit.
+            ValueError: the requested number does not fit.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
         size = self.asked
         if size < 1 or self.ranks % size or (experts % size and size % experts):
             raise ValueError(
-                f"moe_expert_parallel_size={size} is out of bounds: must divide the {self.ranks} "
-                f"evaluating processes, and divide or be a multiple of num_experts={experts}; use "
-                f"{math.gcd(self.ranks, experts)}, or leave it out")
+                f"moe_expert_parallel_size={size} is out of bounds. It must divide the "
+                f"{self.ranks} evaluating processes, and divide or be a multiple of "
+                f"num_experts={experts}. Use {math.gcd(self.ranks, experts)}, or leave it out")
         return size
 
     @property
     def rank(self) -> int:
-        """This process among them."""
+        """This process's rank among the evaluating processes."""
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
-        """The groups of a model that is built now. All ranks call it, in one order."""
+        """Create the groups of a model. All ranks must call this in the same order."""
         size = self.expert_ranks(experts)
         if size == 1:
             return FairseqGroups(LocalComm(), 1, 1)
@@ -191,16 +197,17 @@ class Evaluation:
 
 @contextmanager
 def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
-    """Models built inside only evaluate: validation, scoring, generation from a checkpoint.
+    """Mark all models built inside as models that are only evaluated.
 
-    Where a whole command evaluates, its models take part in one `Evaluation`.
+    Models are only evaluated in validation, scoring, or generation from a checkpoint. All models
+    of one command share one `Evaluation`.
 
     Args:
-        ranks: processes of the default group that evaluate together; 1: this process has all
-            experts.
+        ranks: number of processes of the default group that evaluate together. A single process
+            stores all experts.
     """
-    known = _evaluation.get()
-    token = _evaluation.set(known or Evaluation(ranks))
+    outer = _evaluation.get()
+    token = _evaluation.set(outer or Evaluation(ranks))
     try:
         yield _evaluation.get()  # type: ignore[misc]
     finally:
@@ -208,46 +215,49 @@ def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
 
 
 def current_evaluation() -> Evaluation | None:
-    """Set while models are built that only evaluate."""
+    """Return the `Evaluation` while models are built only for evaluation, otherwise None."""
     return _evaluation.get()
 
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """The groups of a model that is built now. All ranks call it, in one order.
+    """Create the groups of a model. All ranks must call this in the same order.
 
     Args:
-        expert_parallel_size: ranks that share one copy of the experts (consecutive ranks); 0: all.
-        timeout_s: of these groups, and the longest that fairseq's own may have.
+        expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0
+            for all ranks.
+        timeout_s: timeout of these groups, and upper bound for the timeouts of fairseq's groups.
+        measured: whether to measure the exchange of rows.
+        dummy: whether to skip the exchange of rows.
     Raises:
-        ValueError: a size that does not divide the world.
+        ValueError: `expert_parallel_size` does not divide the number of ranks.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world == 1:
         if expert_parallel_size > 1:
             raise ValueError(
-                f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide "
-                "the 1 data-parallel rank; use 0"
+                f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds. There is "
+                "only 1 data-parallel rank. Use 0"
             )
         return FairseqGroups(LocalComm(), 1, 1)
     shorten_timeouts(timeout_s)
     size = expert_parallel_size or world
     if size < 1 or world % size:
         raise ValueError(
-            f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds: must divide the "
-            f"{world} data-parallel ranks; "
-            "use 0 for all of them")
+            f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds. It must divide "
+            f"the {world} data-parallel ranks. Use 0 for all of them")
     if size == 1:
         return FairseqGroups(LocalComm(), world, world)
     group = _consecutive(size, timeout_s)
-    mine = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
+    comm = MeasuredComm(group, timeout_s, measured, dummy) if measured or dummy else TorchComm(
         group, timeout_s)
-    return FairseqGroups(mine, world // size, world)
+    return FairseqGroups(comm, world // size, world)
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """This rank's group of `size` consecutive ranks of the job. Collective. It is made once, so
-    that changes back and forth between sizes open no new connections.
+    """Return this rank's group of `size` consecutive ranks of the job. Collective.
+
+    The group is cached, so that switching between sizes opens no new connections.
     """
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)

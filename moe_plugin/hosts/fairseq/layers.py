@@ -1,6 +1,6 @@
-"""fairseq's transformer layers with their feed-forward network replaced by an MoE layer.
+"""fairseq's transformer layers with an MoE layer in place of the feed-forward network.
 
-Shapes: T positions, B sentences, D model width (fairseq's order).
+Shapes: T positions, B sentences, D model width. The order [T, B, D] is that of fairseq.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from moe_plugin.training.resilience.overflow import until_rows_fit
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What an MoE transformer layer needs in addition to fairseq's own config.
+    """The settings that an MoE transformer layer needs in addition to fairseq's own.
 
     Attributes:
+        config: settings of the MoE layer.
+        groups: the groups of ranks.
+        mask_padding: whether padding is not routed.
         gradient_factor: see `translate.gradient_factor`.
-        layer_number: of this MoE layer in its stack, from 0.
-        evaluation: set in models that only evaluate.
-        run: what the trainer reads.
+        layer_number: index of this MoE layer in its stack, from 0.
+        evaluation: set in models that are built only for evaluation, otherwise None.
+        run: settings of the run, which the trainer reads.
     """
 
     config: MoEConfig
@@ -55,10 +58,10 @@ class LayerSettings:
 
     @property
     def host(self) -> HostContext:
-        """What `MoELayer` is told."""
+        """The facts about the host that are passed to `MoELayer`."""
         batch_comm = None
         if self.evaluation is not None:
-            batch_comm = LocalComm()  # every rank evaluates batches of its own
+            batch_comm = LocalComm()  # in evaluation, every rank has its own batches
         elif self.groups.world > 1 and (self.groups.replicas > 1
                                         or self.run.resize.expert_parallel_at):
             batch_comm = default_comm(self.config.comm.timeout_s)
@@ -72,8 +75,8 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     if config.router.pre_gate and dispatchers.get(config.dispatch.name).traits.bounded:
         raise ValueError(
             f"router.pre_gate=1 does not fit dispatch.name={config.dispatch.name!r} in fairseq, "
-            "whose evaluation repeats a layer's call where rows did not fit: must be 0; use "
-            "dispatch.name='ragged'")
+            "because its evaluation repeats a layer's call when rows exceed the bound. Use "
+            "router.pre_gate=0 or dispatch.name='ragged'")
     name, replicas = config.dispatch.name, config.parallel.replicas
     asked = []
     if dispatchers.get(name).traits.shares_tokens:
@@ -84,24 +87,26 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     if store != "device" and settings.evaluation is None:
         raise ValueError(
             f"experts.store={store} does not fit training in fairseq, which reduces and updates "
-            "parameters on the device: must be device; evaluation (fairseq-validate, "
-            "fairseq-eval-lm, fairseq-generate) takes --moe-experts-on")
+            "parameters on the device. Use experts.store=device. Only evaluation "
+            "(fairseq-validate, fairseq-eval-lm, fairseq-generate) supports --moe-experts-on")
     if asked and settings.groups.expert.size > 1:
         raise ValueError(
-            f"{asked[0]} does not fit fairseq, whose data-parallel ranks have different tokens: it "
-            "is for ranks that have the same ones; use "
-            "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
+            f"{asked[0]} does not fit fairseq, because it requires ranks with the same tokens, and "
+            "fairseq's data-parallel ranks have different tokens. Use dispatch.name='ragged' or "
+            "'padded', and parallel.replicas=1")
 
 
 class ExpertFFN(TakesTokenIds, nn.Module):
-    """`MoELayer` as fairseq needs it: one gate loss, statistics kept for the criterion.
+    """A `MoELayer` for fairseq that returns one gate loss and stores statistics for the criterion.
 
-    The gate loss is the weighted sum of the router losses.
+    The gate loss is the weighted sum of the router losses. The gradients of expert parameters are
+    multiplied by `gradient_factor` and by the number of their replicas, because the trainer
+    averages over replicas. Each expert parameter is marked with the number of its replicas.
 
-    Attributes: `stats`: of the last forward pass. `observer`: if set, called with the statistics of
-    every training pass that counts. `ignored`: the batch stands for a missing one, and none of its
-    tokens is real. Expert parameters have their gradient scaled by `gradient_factor` and the number
-    of their replicas, over which the trainer averages, and that number as a mark.
+    Attributes:
+        stats: statistics of the last forward pass.
+        observer: optional function, called with the statistics of every counted training pass.
+        ignored: whether the batch is a dummy for a missing batch, so that no token is real.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -123,21 +128,25 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         self.scale_gradients(settings.groups.replicas)
 
     def scale_gradients(self, replicas: int) -> None:
-        """Prepare new expert parameters, which so many ranks store."""
+        """Prepare new expert parameters that `replicas` ranks store."""
         for parameter in self.moe.parameters():
             if is_expert(parameter):
                 mark_replicas(parameter, replicas)
-                # the trainer averages over replicas
+                # the trainer averages over replicas, which divides the gradient by their number
                 factor = self._gradient_factor * replicas
                 if factor != 1.0:
                     parameter.register_hook(_scale(factor))
 
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output [T, B, D] and gate loss (a float32 scalar).
+        """Return the output [T, B, D] and the gate loss, a float32 scalar.
 
-        padding_BT: bool, True = padding, as fairseq has it; more columns than T (incremental
-        decoding): the last ones count. Tokens are routed sentence after sentence, as fairseq's
-        `moe` branch does: what finds no slot are the last sentences, not the end of every sentence.
+        Tokens are routed sentence after sentence, as in fairseq's `moe` branch. With a limited
+        capacity, tokens of the last sentences are dropped, and not the end of every sentence.
+
+        Args:
+            x_TBD: [T, B, D], the tokens.
+            padding_BT: bool, True for padding, as in fairseq. In incremental decoding there are
+                more columns than positions, and only the last T columns are used.
         """
         x_BTD, mask_BT = x_TBD.transpose(0, 1), None
         length = x_BTD.shape[1]
@@ -146,7 +155,8 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         if self.ignored:
             mask_BT = x_BTD.new_zeros(x_BTD.shape[:2], dtype=torch.bool)
         known = "token_ids" in self.needs and self.tokens_BT is not None
-        ids_BT = self.tokens_BT[:, -length:] if known else None  # incremental decoding: the last
+        # incremental decoding passes all earlier tokens as well
+        ids_BT = self.tokens_BT[:, -length:] if known else None
         info = token_info(x_BTD, ids_BT, self.needs, batch_axis=0)
         if self._turns is not None:
             self._turns.wait_for(self._number)
@@ -161,7 +171,10 @@ class ExpertFFN(TakesTokenIds, nn.Module):
 
     def _compute(self, x_BTD: Tensor, mask_BT: Tensor | None,
                  info: TokenInfo | None) -> MoEOutput:
-        """In evaluation, where nothing asks for a whole step, each call says that its rows fit."""
+        """Call the layer. In evaluation, repeat the call until its rows fit.
+
+        In training the step as a whole is repeated instead.
+        """
         if not self._evaluates:
             return self.moe(x_BTD, mask_BT, info=info)
         comm = LocalComm() if self._turns is None else self._turns.comm
@@ -169,7 +182,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
 
     @torch.no_grad()
     def _without_tokens(self) -> None:
-        """Take part in other ranks' call; leaves nothing of it in `stats`."""
+        """Participate in other ranks' call of this layer, without changing `stats`."""
         self.moe.eval()
         x_BTD = self.moe.experts.anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
         ids_BT = x_BTD.new_empty(1, 0, dtype=torch.int64) if "token_ids" in self.needs else None
@@ -177,18 +190,20 @@ class ExpertFFN(TakesTokenIds, nn.Module):
 
 
 def _counts(layer: nn.Module) -> bool:
-    """Where activations are recomputed a layer runs twice per step: one pass is counted, of
-    reentrant checkpoints the second, because the first is without gradients.
+    """Return whether a forward pass counts for the statistics.
+
+    With recomputed activations a layer runs twice per step, but only one pass counts. With
+    reentrant checkpoints this is the second pass, because the first pass has no gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 
 
 class _MoEMixin:
-    """Routes fairseq's inline feed-forward code (`fc2(dropout(act(fc1(x))))`) through the experts.
+    """Mixin that routes fairseq's inline feed-forward code through the experts.
 
-    The gate loss leaves as the last output of `forward`, so that it has a gradient under activation
-    checkpointing too; a hook takes it off before fairseq sees it and keeps it as `gate_loss` until
-    the criterion reads it.
+    fairseq computes `fc2(dropout(act(fc1(x))))`. The gate loss is returned as the last output of
+    `forward`, so that it has a gradient under activation checkpointing. A hook removes it from the
+    outputs before fairseq uses them, and stores it in `gate_loss` until the criterion reads it.
     """
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:
@@ -213,20 +228,20 @@ class _MoEMixin:
 
 
 class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
-    """fairseq's decoder layer with experts."""
+    """fairseq's decoder layer with experts in place of the feed-forward network."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, no_encoder_attn)
         self._become_moe(settings)
 
     def forward(self, x_TBD: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As fairseq's, plus the gate loss as last output."""
+        """Run fairseq's forward pass, with the gate loss as additional last output."""
         self._padding_BT = kwargs.get("self_attn_padding_mask")
         return self._with_gate_loss(super().forward(x_TBD, *args, **kwargs))
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts; torch's fused inference path is off."""
+    """fairseq's encoder layer with experts. torch's fused inference path is disabled."""
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)
@@ -236,13 +251,13 @@ class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
 
     def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None,
                 attn_mask: Tensor | None = None) -> tuple[Any, ...]:
-        """As fairseq's, plus the gate loss as last output."""
+        """Run fairseq's forward pass, with the gate loss as additional last output."""
         self._padding_BT = encoder_padding_mask
         output = super().forward(x_TBD, encoder_padding_mask, attn_mask)
         return self._with_gate_loss(output if isinstance(output, tuple) else (output,))
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        # fairseq's version copies fc1 and fc2 for the fused path
+        # fairseq's method would copy fc1 and fc2 for the fused path; this layer has neither
         nn.Module._load_from_state_dict(self, *args)
 
 
@@ -264,11 +279,11 @@ def _scale(factor: float) -> Any:
 
 
 def moe_layers(model: nn.Module) -> list[Any]:
-    """The MoE transformer layers of a model, in order."""
+    """Return the MoE transformer layers of a model, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, _MoEMixin)]
 
 
 def run_settings(model: nn.Module) -> RunConfig:
-    """The run's settings, of a model with experts; without any, the defaults."""
+    """Return the run settings stored in a model with experts, or the defaults without experts."""
     layers = moe_layers(model)
     return layers[0].moe_layer.run if layers else RunConfig()

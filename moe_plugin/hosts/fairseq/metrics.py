@@ -1,4 +1,4 @@
-"""The MoE numbers of fairseq's log line, by the `moe` branch's names."""
+"""The MoE values in fairseq's log line, under the names of fairseq's `moe` branch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_plugin.hosts.fairseq.groups import MeasuredComm
 from moe_plugin.output import LayerStats
 
-SHARE = 0.2  # the most and the least used 20 % of experts
+SHARE = 0.2  # share of experts that counts as the most used, and as the least used
 METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_balance_top",
            "expert1_balance_bottom", "unused_expert1_count", "expert2_balance_top",
            "expert2_balance_bottom", "unused_expert2_count", "all_to_all_cpu_time_ms",
@@ -20,17 +20,19 @@ METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_ba
 
 
 def layer_metrics(layers: list[Any]) -> dict[str, Any]:
-    """Means over MoE layers of one batch, on the layers' device.
+    """Return the metrics of one batch, averaged over the MoE layers, on the layers' device.
 
-    No synchronization, except where all-to-all is measured.
+    The function does not synchronize with the device, except if all-to-all times are measured.
 
-    overflow_expert{1,2}: percent of first / second choices that found no slot. entropy_gating:
-    nats. expert{1,2}_balance_top/bottom: percent of tokens at the most / least used 20 % of
-    experts. unused_expert{1,2}_count: experts that no token chose. The last three count, as the
-    branch does, also second choices that `--moe-second-expert-policy random` did not take.
+    `overflow_expert1` and `overflow_expert2` are the percentages of first and second choices that
+    were dropped. `entropy_gating` is in nats. `expert1_balance_top` and `expert1_balance_bottom`
+    are the percentages of tokens at the most used and the least used 20 % of experts, and
+    `unused_expert1_count` is the number of experts that no token chose; the metrics of `expert2`
+    count second choices. As in fairseq's branch, balance and unused experts also count second
+    choices that `--moe-second-expert-policy random` did not accept.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
-    # in one order: fairseq sums these over ranks by position
+    # sorted, because fairseq sums these values over ranks by position
     keys = sorted({key for one in seen for key in one})
     values: dict[str, Any] = {
         key: torch.stack([one[key] for one in seen if key in one]).mean() for key in keys
@@ -44,7 +46,7 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
 
 
 def stats_metrics(stats: LayerStats) -> dict[str, Tensor]:
-    """The same for one layer; of choices beyond the second nothing is logged."""
+    """Return the metrics of one layer. Choices after the second are not included."""
     values = {"entropy_gating": stats.entropy.float()}
     tokens = stats.tokens.float().clamp(min=1)
     experts = stats.load_KE.shape[1]

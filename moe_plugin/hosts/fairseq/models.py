@@ -1,5 +1,6 @@
-"""MoE language model and MoE translation model: fairseq's own, with some layers exchanged after
-they were built.
+"""MoE language and translation models: fairseq's own models with some layers replaced.
+
+The layers are replaced after fairseq has built the dense model.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ logger = logging.getLogger(__name__)
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
-    """fairseq's `transformer_lm` with MoE layers; without `--moe-freq` it is exactly fairseq's."""
+    """fairseq's `transformer_lm` with MoE layers. Without `--moe-freq` it equals fairseq's model.
+    """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerLanguageModel:
-        """Build the dense model, then exchange layer i where (i + 1) % moe_freq == 0."""
+        """Build the dense model, then replace each layer i with (i + 1) % moe_freq == 0."""
         freq = setting(args, "moe_freq", 0) or 0
         _check(args, [freq])
         model = super().build_model(args, task)
@@ -71,17 +73,17 @@ class MoETransformerLanguageModel(TransformerLanguageModel):
 
 
 class MoETransformerModel(TransformerModel):
-    """fairseq's `transformer` with MoE layers in encoder, decoder or both."""
+    """fairseq's `transformer` with MoE layers in the encoder, the decoder, or both."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """fairseq's arguments and ours."""
+        """Add the arguments of fairseq and of this package."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, MoETransformerFlags(), delete_default=True)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
-        """Build the dense model, then exchange layer i where (i + 1) % freq == 0."""
+        """Build the dense model, then replace each layer i with (i + 1) % freq == 0."""
         both = setting(args, "moe_freq", 0) or 0
         freqs = {
             stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")
@@ -108,7 +110,7 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
         if not freq:
             continue
         module = getattr(model, stack)
-        # settings of a finished run cannot be changed, even those that nothing reads
+        # the settings of a finished run cannot be changed, so unused settings are allowed
         with nullcontext() if evaluation is None else unread_allowed():
             config = _stack_config(module, stack, args)
             run = run_config(args)
@@ -126,24 +128,26 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
 
 
 def _for_other_ranks(config: MoEConfig) -> MoEConfig:
-    """Settings of a model that trained, for the ranks that evaluate it: without those that say
-    something of the ranks that trained. None of them changes a result beyond rounding.
+    """Adapt the settings of a trained model to the ranks that evaluate it.
+
+    Settings that describe the ranks of the training are reset. The reset changes results only by
+    rounding.
     """
     default = ParallelConfig()
-    others = {"dispatch.equal_tokens": False,  # evaluating ranks have batches of any size
-              "comm.network": None, "comm.topology": "detect", **{
+    reset = {"dispatch.equal_tokens": False,  # evaluating ranks have different numbers of tokens
+             "comm.network": None, "comm.topology": "detect", **{
                   f"parallel.{name}": getattr(default, name) for name in
                   ("shards", "spill", "speeds", "replan", "guests")}}
     if config.parallel.r:  # 0 fits any number of ranks
-        others["parallel.r"] = None
+        reset["parallel.r"] = None
     before = flatten(to_dict(config))
-    left_out = [f"{path}={short(before[path])}" for path, value in others.items()
+    left_out = [f"{path}={short(before[path])}" for path, value in reset.items()
                 if before[path] != value]
     if left_out:
-        logger.info("settings of the ranks that trained, which an evaluation leaves out: %s",
-                    ", ".join(left_out))
+        logger.info("evaluation ignores these settings, which describe the ranks of the training: "
+                    "%s", ", ".join(left_out))
     with unread_allowed():
-        return with_overrides(config, others)
+        return with_overrides(config, reset)
 
 
 def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> FairseqGroups:
@@ -164,7 +168,7 @@ def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:
 def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings) -> None:
     if len(module.layers) < freq:
         raise ValueError(
-            f"--moe-freq {freq} leaves no MoE layer in the {len(module.layers)} {stack} layers; "
+            f"--moe-freq {freq} leaves no MoE layer in the {len(module.layers)} {stack} layers. It "
             f"must be <= {len(module.layers)}")
     for number, index in enumerate(range(freq - 1, len(module.layers), freq)):
         settings, old = replace(settings, layer_number=number), module.layers[index]
@@ -178,8 +182,9 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
-    """`--alternate-decoder-ffn-embed-dim`: dense layers of another width where the MoE layers would
-    be.
+    """Set another inner width for the layers that would otherwise be MoE layers.
+
+    Implements `--alternate-decoder-ffn-embed-dim`.
     """
     for index in range(freq - 1, len(decoder.layers), freq):
         layer = decoder.layers[index]
@@ -194,11 +199,11 @@ def _refuse_unsupported(args: Any) -> None:
     reasons = {
         **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"),
                         "ranks would skip different layers and wait for each other"),
-        "quant_noise_pq": "quantisation noise acts on nn.Linear, which experts are not",
+        "quant_noise_pq": "quantization noise applies to nn.Linear, and experts have none",
         "scale_fc": "its layer norm is inside the feed-forward network",
-        "base_layers": "BASE layers have experts of their own",
+        "base_layers": "BASE layers have their own experts",
     }
     given = {name: setting(args, name, 0) for name in reasons}
     refuse_unfit("a model with MoE layers", [
-        (f"--{name.replace('_', '-')} {value}", not value, f"{reasons[name]}; must be 0")
+        (f"--{name.replace('_', '-')} {value}", not value, f"{reasons[name]}; use 0")
         for name, value in given.items()])

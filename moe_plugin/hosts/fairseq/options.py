@@ -1,10 +1,9 @@
 # ruff: noqa: UP045, RUF009  (fairseq reads typing.Optional; field() through a helper is a plain
 # default)
-"""fairseq dataclasses with our flags: those of fairseq's `moe` branch by the same names, and the
-generated ones.
+"""fairseq dataclasses with our flags: the flags of fairseq's `moe` branch, and the generated flags.
 
-Annotations are real types here (no `from __future__ import annotations`): fairseq builds argparse
-arguments from them.
+The flags of the branch have the same names as there. This module does not use `from __future__
+import annotations`, because fairseq builds argparse arguments from the annotated types.
 """
 
 from dataclasses import dataclass, field, make_dataclass
@@ -31,26 +30,27 @@ def _generated_field(spec: FlagSpec) -> tuple[str, Any, Any]:
 
 GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()],
                                 bases=(FairseqDataclass,))
-GeneratedFlags.__doc__ = ("One field for each flag of `moe_plugin.config.flags`; None: not given. "
-                          "Values are text, as on a command line.")
+GeneratedFlags.__doc__ = ("One field for each flag of `moe_plugin.config.flags`. Values are text, "
+                          "as on a command line, and None if the flag was not passed.")
 
 
 @dataclass
 class BranchFlags(FairseqDataclass):
-    """Flags of fairseq's `moe` branch that every MoE model takes."""
+    """Flags of fairseq's `moe` branch that every MoE model accepts."""
 
     moe_expert_count: int = _option(0, "number of experts in each MoE layer (fairseq moe)")
-    moe_gating_use_fp32: bool = _option(False, "route in fp32 (fairseq moe); always so here")
+    moe_gating_use_fp32: bool = _option(
+        False, "route in fp32 (fairseq moe); this package always does")
     moe_second_expert_policy: ChoiceEnum(["sampling", "all", "random"]) = _option(
-        "sampling", "top-2, training: how the second expert is chosen (fairseq moe)")
+        "sampling", "for top-2 in training: how the second expert is chosen (fairseq moe)")
     moe_normalize_gate_prob_before_dropping: bool = _option(
-        False, "normalise gate weights before tokens are dropped, not after (fairseq moe)")
+        False, "normalize gate weights before tokens are dropped, not after (fairseq moe)")
     moe_expert_ffn_dim: Optional[int] = _option(
-        None, "accepted and not read, as in fairseq moe; see --moe-expert-hidden-dim")
+        None, "accepted but not used, as in fairseq moe; see --moe-expert-hidden-dim")
     moe_top1_expert: bool = _option(False, "one expert per token instead of two (fairseq moe)")
     moe_eval_capacity_token_fraction: float = _option(
         0.25,
-        "slots of an expert when not training, as a fraction of the batch's tokens; <= 0: as in "
+        "slots of an expert in evaluation, as a fraction of the batch's tokens; <= 0: as in "
         "training (fairseq moe)"
     )
     moe_normalize_expert_grad: ChoiceEnum(["world_size", "sqrt_world_size"]) = _option(
@@ -61,16 +61,16 @@ class BranchFlags(FairseqDataclass):
         False, "drop the least confident tokens first (fairseq moe)")
     record_a2a_perf_stats: bool = _option(False, "log the time spent in all-to-all (fairseq moe)")
     dummy_a2a: bool = _option(False,
-                              "profiling only: skip the exchange, results are wrong (fairseq moe)")
+                              "for profiling: skip the exchange; results are wrong (fairseq moe)")
     moe_expert_parallel_size: int = _option(
         0,
-        "ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller groups "
-        "store replicas"
+        "number of ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller "
+        "groups store replicas"
     )
     moe_lighthouse: Optional[str] = _option(
         None,
-        "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that come "
-        "and go (docs/replicas.md); left out: it is the only one"
+        "http://HOST:PORT of a torchft lighthouse: this run is one of several replicas that may "
+        "join and leave (docs/replicas.md); without it this run is the only one"
     )
     moe_replica: int = _option(0, "number of this run among the replicas of --moe-lighthouse")
 
@@ -90,19 +90,19 @@ class EncoderDecoderFlags(FairseqDataclass):
 
     moe_freq: int = _option(
         0, "every moe_freq-th encoder and decoder layer is an MoE layer; 0: none (fairseq moe)")
-    encoder_moe_freq: int = _option(0, "the same for the encoder alone (fairseq moe)")
-    decoder_moe_freq: int = _option(0, "the same for the decoder alone (fairseq moe)")
+    encoder_moe_freq: int = _option(0, "like --moe-freq, for the encoder only (fairseq moe)")
+    decoder_moe_freq: int = _option(0, "like --moe-freq, for the decoder only (fairseq moe)")
 
 
 @dataclass
 class MoELanguageModelConfig(DecoderFlags, BranchFlags, GeneratedFlags,
                              TransformerLanguageModelConfig):
-    """`transformer_lm` with MoE layers."""
+    """Settings of `transformer_lm` with MoE layers."""
 
 
 @dataclass
 class MoETransformerFlags(EncoderDecoderFlags, BranchFlags, GeneratedFlags):
-    """What the MoE translation model adds to `transformer`."""
+    """Settings that the MoE translation model adds to `transformer`."""
 
 
 @dataclass
@@ -111,27 +111,27 @@ class GateLossFlags(FairseqDataclass):
 
     moe_gate_loss_wt: float = _option(1.0, "weight of the gate loss (fairseq moe)")
     moe_gate_loss_combine_method: ChoiceEnum(["average", "sum"]) = _option(
-        "average", "gate losses of the MoE layers: their mean or their sum (fairseq moe)")
+        "average", "combine the gate losses of the MoE layers by their mean or sum (fairseq moe)")
     moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = _option(
         "none", "transformation of the combined gate loss (fairseq moe)")
 
 
 @dataclass
 class MoECrossEntropyConfig(GateLossFlags, CrossEntropyCriterionConfig):
-    """Cross entropy plus gate loss."""
+    """Settings of cross entropy plus gate loss."""
 
 
 @dataclass
 class MoELabelSmoothedConfig(GateLossFlags, LabelSmoothedCrossEntropyCriterionConfig):
-    """Label-smoothed cross entropy plus gate loss."""
+    """Settings of label-smoothed cross entropy plus gate loss."""
 
 
 @dataclass
 class MoEEnsembleConfig(MoELanguageModelConfig):
-    """A language model with several output heads."""
+    """Settings of a language model with several output heads."""
 
-    ensemble_heads: int = _option(5, "output heads")
-    ensemble_hidden: int = _option(0, "width of each head's own layer; 0: none")
+    ensemble_heads: int = _option(5, "number of output heads")
+    ensemble_hidden: int = _option(0, "width of the separate hidden layer of each head; 0: none")
     ensemble_sharing: float = _option(
         0.0,
         "probability that a feature of one head's layer is added to another's; 0: none, CMCL: 0.7")
@@ -139,17 +139,17 @@ class MoEEnsembleConfig(MoELanguageModelConfig):
 
 @dataclass
 class ConfidentOracleConfig(GateLossFlags, CrossEntropyCriterionConfig):
-    """Confident oracle loss plus gate loss."""
+    """Settings of the confident oracle loss plus gate loss."""
 
-    oracle_k: int = _option(1, "heads responsible for a sentence or token")
-    oracle_beta: float = _option(0.75,
-                                 "weight of the other heads' pull to the uniform distribution")
+    oracle_k: int = _option(1, "number of heads responsible for a sentence or token")
+    oracle_beta: float = _option(
+        0.75, "weight of the loss that pulls the other heads to the uniform distribution")
     oracle_labels: ChoiceEnum(["exact", "stochastic"]) = _option(
-        "exact", "that pull: its exact gradient, or cross entropy to random labels")
+        "exact", "how that loss is computed: its exact gradient, or cross entropy to random labels")
     oracle_unit: ChoiceEnum(["sentence", "token"]) = _option(
-        "sentence", "what has responsible heads of its own")
+        "sentence", "whether heads are responsible for whole sentences or for single tokens")
 
 
-# what the user dir adds to the flags of fairseq
+# all dataclasses with flags that the user directory adds to fairseq
 KINDS = (MoELanguageModelConfig, MoETransformerFlags, MoEEnsembleConfig, MoELabelSmoothedConfig,
          ConfidentOracleConfig)

@@ -1,7 +1,8 @@
-"""The way in. Imported once, by `--user-dir` (see `moe_plugin.__init__`).
+"""Entry point of the fairseq integration, imported once by `--user-dir` (see
+`moe_plugin.__init__`).
 
-In stock fairseq it registers models, criteria and trainer. In fairseq's own `moe` branch, which has
-them, it swaps the MoE layer and adds our flags to the branch's models.
+In stock fairseq this module registers models, criteria and the trainer. fairseq's own `moe` branch
+already has these, so there it replaces the MoE layer and adds our flags to the branch's models.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Registers everything with stock fairseq, at import (see `register`). Named sizes fill in what the
-user did not give, as fairseq's own architecture functions do.
+"""Register models, criteria and the trainer with stock fairseq when imported (see `register`).
+
+Named architectures set the sizes that the user did not pass, like fairseq's own architectures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_plugin.hosts.fairseq.options import (
 from moe_plugin.hosts.fairseq.trainer import MoETrainer
 
 LANGUAGE_MODEL, TRANSLATION_MODEL = "moe_transformer_lm", "moe_transformer"
-# name: (width, layers, heads); the inner width is four times the width, positions are learned,
+# name: (width, layers, heads). The inner width is four times the width. Positions are learned and
 # embeddings shared (GPT-like)
 LANGUAGE_MODELS = {
     "moe_lm_tiny": (64, 2, 2),
@@ -47,10 +48,11 @@ TRANSLATION_MODELS = {
 
 
 def set_missing(args: Any, values: dict[str, Any]) -> None:
-    """Set the arguments that the user did not give.
+    """Set the arguments that the user did not pass.
 
-    args: a Namespace when fairseq parses them, a DictConfig when it builds the model. The second
-    has its keys elsewhere than `vars(args)`, where one would hide the value that was given.
+    args: a Namespace while fairseq parses the command line, or a DictConfig while fairseq builds
+        the model. A DictConfig does not store its keys in `vars(args)`, where an attribute would
+        hide the value that the user passed.
     """
     for name, value in values.items():
         if name not in args:
@@ -58,13 +60,13 @@ def set_missing(args: Any, values: dict[str, Any]) -> None:
 
 
 def _experts(args: Any) -> dict[str, int]:
-    """8 experts, unless a flag of ours or a file says how many."""
+    """Return a default of 8 experts, unless a flag or a file sets the number."""
     said = any(getattr(args, name, None) for name in ("moe_config", "moe_num_experts"))
     return {} if said else {"moe_expert_count": 8}
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """GPT-like decoder with an MoE layer every second layer and 8 experts, unless given otherwise.
+    """Return an architecture: a GPT-like decoder, by default with 8 experts in every second layer.
     """
 
     def architecture(args: Any) -> None:
@@ -78,7 +80,9 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Encoder-decoder with pre-norm layers; defaults: an MoE layer every second layer, 8 experts.
+    """Return an architecture: an encoder-decoder with pre-norm layers.
+
+    By default every second layer has 8 experts.
     """
 
     def architecture(args: Any) -> None:

@@ -1,4 +1,4 @@
-"""`--moe-expert-parallel-at`: another expert-parallel size between two updates of fairseq."""
+"""`--moe-expert-parallel-at`: change the expert-parallel size between two updates of fairseq."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
 from moe_plugin.utils.run_feature import refuse_unfit
 
-# their state is not of the parameters' shapes, or not in one optimizer of torch's
+# their state has other shapes than the parameters, or is spread over several torch optimizers
 _OPTIMIZERS = "adafactor", "composite"
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """`ValueError` where a run cannot change its size: flag, reason and remedy."""
+    """Raise `ValueError` if a run cannot change its size, with flag, reason and remedy."""
     sizes = run_settings(model).resize.expert_parallel_at
     if not sizes:
         return
@@ -34,10 +34,10 @@ def check(cfg: Any, model: nn.Module) -> None:
         ("one rank", cfg.distributed_training.distributed_world_size > 1,
          "use several, or leave it out"),
         ("--ddp-backend fully_sharded and --zero-sharding os", not shards_optimizer_state(cfg),
-         "parts of parameters stay on their ranks; use legacy_ddp or pytorch_ddp (c10d)"),
+         "it assigns parts of parameters to ranks; use legacy_ddp or pytorch_ddp (c10d)"),
         ("--moe-lighthouse", not setting(cfg.model, "moe_lighthouse"),
-         "replicas would have experts on other ranks than this one; leave one of the two out"),
-        ("--store-ema", not cfg.ema.store_ema, "averages would stay behind; leave it out"),
+         "the replicas would store experts on different ranks; leave one of the two out"),
+        ("--store-ema", not cfg.ema.store_ema, "averages would not be moved; leave it out"),
         ("--amp", not cfg.common.amp, "use --bf16 or --fp16"),
         (f"--optimizer {name}", name not in _OPTIMIZERS,
          "its state cannot move with the experts; use adam or sgd")])
@@ -48,9 +48,9 @@ def _given(sizes: Mapping[int, int]) -> str:
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
-    """The changes that a run of a trainer of ours is asked for.
+    """Return the changes of the expert-parallel size that a trainer's settings request.
 
-    world: data-parallel ranks.
+    world: the group of data-parallel ranks.
     """
     model, known = trainer.get_model(), dict[int, FairseqGroups]()
     moe = moe_layers(model)[0].moe_layer.moe

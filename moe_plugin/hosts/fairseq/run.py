@@ -1,4 +1,4 @@
-"""What fairseq tells the run features of its model and of each step (`moe_plugin.training.run`)."""
+"""The facts that fairseq passes to the run features (`moe_plugin.training.run`)."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from moe_plugin.training.run import Run
 from moe_plugin.training.run_features import HostSeams, make_run
 from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
 
-INNER = "train_inner"  # fairseq's name of the numbers between two lines of its log
-# their rate depends on the epoch or a validation, which every replica has of its own
+INNER = "train_inner"  # fairseq's name for the values between two log lines
+# their rates depend on the epoch or a validation, which differ between replicas
 _OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
 
 
 def config_of(model: nn.Module) -> Any:
-    """The settings of a model's MoE layers; None: it has none."""
+    """Return the settings of a model's MoE layers, or None for a model without MoE layers."""
     layers = moe_layers(model)
     return layers[0].moe_layer.moe.config if layers else None
 
 
 def completes_gradients(model: nn.Module) -> bool:
-    """`Run.reduces` of a model's run, before it is made."""
+    """Return the value that `Run.reduces` will have, before the run is built."""
     return run_settings(model).guard.votes > 0
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """`ValueError` where the run cannot have what is asked for: flag, reason and remedy."""
+    """Raise `ValueError` if the run does not support a setting, with flag, reason and remedy."""
     config = config_of(model)
     wants_replicas(cfg, model)
     if config is None:
@@ -59,18 +59,18 @@ def check(cfg: Any, model: nn.Module) -> None:
     if guard.twins:
         refuse_unfit(f"--moe-check-twins {guard.twins}", [
             ("--checkpoint-activations", not setting(cfg.model, "checkpoint_activations", False),
-             "drop one of both"),
+             "leave one of the two out"),
             ("--ddp-backend fully_sharded", not fully, "use legacy_ddp or pytorch_ddp (c10d)"),
             several])
     if guard.votes:
-        alone = "what one rank updates for all cannot be voted on; "
+        alone = "updates made by one rank for all ranks cannot be voted on; "
         refuse_unfit(f"--moe-votes {guard.votes}", [
             several, ("--ddp-backend fully_sharded", not fully, f"{alone}use legacy_ddp"),
             ("--zero-sharding os", settings.zero_sharding != "os", f"{alone}leave it out"),
             ("--moe-lighthouse", not setting(cfg.model, "moe_lighthouse"),
-             "replicas' gradients are averaged, whatever they are; leave it out"),
+             "the gradients of replicas are averaged without a vote; leave it out"),
             ("losses.global_batch", not config.losses.get("global_batch"),
-             "it is computed from all ranks' tokens, so that no two ranks compute it alike; use "
+             "it is computed from all ranks' tokens, so that no two ranks get the same result; use "
              "losses.gshard")])
         refuse_reported_loads(model)
         workers = settings.distributed_world_size // moe_layers(model)[0].moe_layer.moe.comm.size
@@ -78,13 +78,17 @@ def check(cfg: Any, model: nn.Module) -> None:
 
 
 def wants_replicas(cfg: Any, model: nn.Module) -> bool:
-    """Whether the run is one replica of several. `ValueError`: it cannot be."""
+    """Return whether the run is one replica of several.
+
+    Raises:
+        ValueError: a setting does not fit replicas.
+    """
     common, rates = cfg.common, cfg.lr_scheduler
-    averages_weights = run_settings(model).offload.average_every > 0  # those are in float32
+    averages_weights = run_settings(model).offload.average_every > 0  # averages float32 weights
     lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
     return is_replica(lighthouse, replica or 0, lambda: [
         ("a model without experts", config_of(model) is not None,
-         "give --moe-freq and --moe-expert-count"),
+         "use --moe-freq and --moe-expert-count"),
         ("--fp16, --bf16 and --amp",
          averages_weights or not (common.fp16 or common.bf16 or common.amp), "leave them out"),
         ("--zero-sharding os and --ddp-backend fully_sharded", not shards_optimizer_state(cfg),
@@ -97,7 +101,7 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
 
 
 def run_of(trainer: Any) -> Run:
-    """The run of a trainer of ours, as its settings ask for; collective."""
+    """Build the run of a `MoETrainer` from its settings. Collective."""
     model, cfg = trainer.get_model(), trainer.cfg
     config = config_of(model)
     if config is None:
@@ -112,7 +116,7 @@ def run_of(trainer: Any) -> Run:
         activations=lambda _: _activations(cfg, model, world),
         votes=lambda guard: FileTurns(ballots_of(guard, model, world), model,
                                       trainer.get_criterion(), group),
-        # the trainer builds its optimizer again where it loads a checkpoint
+        # a function, because the trainer builds a new optimizer when it loads a checkpoint
         replicas=ReplicaPlace(
             flags.moe_lighthouse, flags.moe_replica, config.comm.timeout_s,
             [model, trainer.get_criterion()], lambda: [trainer.optimizer],
@@ -121,19 +125,19 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """What a model tells. Its layers are named by their place, `decoder.layers.1`."""
+    """Return the facts about a model. Layers are named by position, e.g. `decoder.layers.1`."""
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
         names[id(layer)]: layer.moe_layer for layer in moe_layers(model)})
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
-    """The layers of encoder and decoder."""
+    """Manage the activations of the encoder's and decoder's layers."""
     asked = run_settings(model)
-    found = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
-             if (part := dict(model.named_children()).get(stack)) is not None
-             for i, layer in enumerate(part.layers)}
-    return manage_layers(asked.offload, found, comm, refused={
+    layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
+              if (part := dict(model.named_children()).get(stack)) is not None
+              for i, layer in enumerate(part.layers)}
+    return manage_layers(asked.offload, layers, comm, refused={
         "--checkpoint-activations": bool(setting(cfg.model, "checkpoint_activations", False)),
         "--ddp-backend fully_sharded":
             cfg.distributed_training.ddp_backend == "fully_sharded",
@@ -144,11 +148,16 @@ def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
 
 def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *sums: Any,
                ignore: bool) -> Any:
-    """fairseq's sums over ranks; where ranks compute batches of each other, each counts once.
+    """Sum the logged values over ranks as fairseq does.
+
+    If several ranks compute the same batches, each batch counts once.
 
     Args:
-        aggregate: the trainer's own.
-        sums: the sample size first.
+        run: the run.
+        aggregate: the trainer's own function.
+        logging_outputs: values logged by this rank's batches.
+        sums: further values to sum, the sample size first.
+        ignore: whether this rank's batch is a dummy.
     """
     votes = run.find(FileTurns)
     if votes is None or not votes.running:
@@ -159,15 +168,16 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
 
 def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
              batches: int) -> StepFacts:
-    """What is known of the trainer's last step.
+    """Return the facts about the trainer's last step.
 
     Args:
-        before: updates done before it.
-        logged: what `train_step` returned.
-        batches: of an epoch; 0: not known.
+        trainer: the trainer.
+        before: number of updates before the step.
+        logged: result of `train_step`.
+        batches: number of batches of an epoch, or 0 if unknown.
     """
     left_out, updates = trainer.run.left_out, trainer.get_num_updates()
-    # in a step that was lost, another replica's state may have been taken
+    # after a lost step the number of updates may be that of another replica's state
     made = updates > before and left_out is None
     number = updates if made else before + 1
     if not logged or not trainer.is_data_parallel_master:
@@ -179,7 +189,7 @@ def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
 
 
 def _line(cfg: Any, updates: int) -> Any:
-    """The numbers that fairseq's log has next; None: no line follows this update."""
+    """Return the values of fairseq's next log line, or None if no line follows this update."""
     known = metrics.get_meters(INNER)
     if updates % cfg.common.log_interval or known is None:
         return None
@@ -187,20 +197,20 @@ def _line(cfg: Any, updates: int) -> Any:
 
 
 def dropped(logged: Mapping[str, Any]) -> float:
-    """The share of first and second choices that were dropped, from fairseq's log line."""
+    """Return the share of first and second choices that were dropped, from fairseq's log line."""
     lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
 
 def batches_of(iterator: Any) -> int:
-    """How many batches an epoch has; 0: not known."""
+    """Return the number of batches of an epoch, or 0 if unknown."""
     return len(iterator) if isinstance(iterator, EpochBatchIterator) else 0
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Updates of the whole run by `--max-update` and `--max-epoch`; None: neither tells.
+    """Return the number of updates of the whole run by `--max-update` and `--max-epoch`.
 
-    batches: of an epoch.
+    Returns None if neither flag determines the number. batches: number of batches of an epoch.
     """
     settings, ends = cfg.optimization, []
     if settings.max_update:

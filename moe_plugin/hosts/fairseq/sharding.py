@@ -1,11 +1,14 @@
 """`--ddp-backend fully_sharded` and `--zero-sharding os` without fairscale.
 
-`fully_sharded` is torch's FSDP2: each rank stores a part of every dense parameter, its gradient and
-its optimizer state; a layer's parameters are gathered while it computes. Experts are left to expert
-parallelism. `os` (ZeRO stage 1) shards optimizer state alone: each rank updates a part of every
-parameter and gives it to the others after the step. In both, fairseq's optimizer sees plain tensors
-(`moe_plugin.training.gradients.parts`), and checkpoints are whole: a run resumes with or without
-sharding.
+`fully_sharded` uses torch's FSDP2. Each rank stores a part of every dense parameter, its gradient
+and its optimizer state, and a layer's parameters are gathered while the layer computes. Experts
+remain distributed by expert parallelism.
+
+`os` (ZeRO stage 1) shards only the optimizer state. Each rank updates a part of every parameter and
+sends it to the other ranks after the step.
+
+With both, fairseq's optimizer receives plain tensors (`moe_plugin.training.gradients.parts`), and
+checkpoints contain whole tensors. A run can therefore resume with or without sharding.
 """
 
 from __future__ import annotations
@@ -33,48 +36,52 @@ logger = logging.getLogger(__name__)
 
 
 def check(cfg: Any, criterion: nn.Module) -> None:
-    """Refuse what cannot be combined with sharding.
+    """Refuse settings that cannot be combined with sharding.
 
     Raises:
-        ValueError: with the flag, the reason and the remedy.
+        ValueError: a setting does not fit. The message names the flag, the reason and the remedy.
     """
     settings = cfg.distributed_training
     fully = settings.ddp_backend == "fully_sharded"
     flag = "--ddp-backend fully_sharded" if fully else f"--zero-sharding {settings.zero_sharding}"
-    evaluates = getattr(cfg.task, "eval_bleu", False)  # of the translation task alone
+    evaluates = getattr(cfg.task, "eval_bleu", False)  # only the translation task has this setting
     refuse_unfit(flag, [
         (f"--zero-sharding {settings.zero_sharding}",
          not fully or settings.zero_sharding == "none",
-         "fully_sharded shards optimizer state itself; leave it out"),
+         "fully_sharded already shards the optimizer state; leave it out"),
         ("--cpu-offload", not (fully and settings.cpu_offload),
-         "parameters stay on the device; leave it out"),
+         "parameters remain on the device; leave it out"),
         ("--amp", not cfg.common.amp, "its loss scale differs between ranks; use --bf16 or --fp16"),
         ("--store-ema", not (fully and cfg.ema.store_ema),
-         "it copies the model; use --zero-sharding os, which leaves parameters whole"),
+         "it copies the model; use --zero-sharding os, which does not shard parameters"),
         ("--eval-bleu", not (fully and evaluates),
-         "generation runs parts of the model alone; score with fairseq-generate afterwards"),
+         "generation runs only parts of the model; score with fairseq-generate afterwards"),
         ("a criterion with parameters",
          not (fully and any(p.requires_grad for p in criterion.parameters())),
          "only the model is sharded; use --zero-sharding os"),
         ("--use-bmuf", not cfg.optimization.use_bmuf,
-         "it averages parameters itself; leave it out"),
+         "it averages parameters in its own way; leave it out"),
         ("--no-last-checkpoints", not cfg.checkpoint.no_last_checkpoints,
-         "all ranks take part in every save; leave it out")])
+         "all ranks must participate in every save; leave it out")])
     if settings.use_sharded_state:
-        logger.warning("--use-sharded-state has no effect: checkpoints are whole")
+        logger.warning("--use-sharded-state has no effect: checkpoints contain whole tensors")
 
 
 def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
-    """Shard a model's dense parameters over the ranks of `group`, layer by layer; in place.
+    """Shard a model's dense parameters over the ranks of `group`, layer by layer, in place.
 
-    Its `state_dict` and `load_state_dict` take and give whole tensors; both are collective.
+    The model's `state_dict` returns whole tensors and `load_state_dict` accepts whole tensors. Both
+    are collective.
 
     Args:
-        model: on its device.
+        model: the model on its device.
         cfg: fairseq's settings.
-        group: data-parallel ranks.
+        group: process group of the data-parallel ranks.
+    Returns: the model itself.
+    Raises:
+        ValueError: the routers use `--moe-pre-gate 1`.
     """
-    from torch.distributed.device_mesh import DeviceMesh  # slow to import, and rarely needed
+    from torch.distributed.device_mesh import DeviceMesh  # imported here because it is slow
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -82,8 +89,8 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     if any(layer.config.router.pre_gate for layer in layers_in(model)):
         raise ValueError(
-            "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers a layer's "
-            "parameters for that layer alone: must be 0; use --zero-sharding os")
+            "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers the "
+            "parameters of one layer at a time. Use --moe-pre-gate 0 or --zero-sharding os")
     settings = cfg.distributed_training
     experts = set(expert_parameters(model).values())
     device = next(model.parameters()).device.type
@@ -130,7 +137,7 @@ def _take_whole(comm: TorchComm) -> Callable[..., None]:
 
 
 class _ShardedOptimizer:
-    """Joins the class of an optimizer of fairseq's that updates parts, see `shard_optimizer`."""
+    """Mixin for fairseq optimizers that update parts of parameters, see `shard_optimizer`."""
 
     parts: list[Part]
 
@@ -173,10 +180,13 @@ class _ShardedOptimizer:
 
 
 def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
-    """Let an optimizer of fairseq's complete the replicas' gradients when fairseq reduces the
-    dense ones. In place.
+    """Let a fairseq optimizer average the gradients of expert replicas, in place.
 
-    reducer: the present one; None: there are no replicas.
+    The replicas' gradients are completed when fairseq reduces the dense gradients.
+
+    Args:
+        optimizer: the optimizer.
+        reducer: a function that returns the current reducer, or None without replicas.
     """
     reduce = optimizer.all_reduce_grads
 
@@ -190,17 +200,23 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 
 
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
-    """Let an optimizer of fairseq's, made for the `local` of these parts, take their gradients,
-    publish its updates and have whole states in checkpoints. In place; its class keeps its name,
-    which checkpoints compare.
+    """Change a fairseq optimizer to update parts of parameters, in place.
 
+    The optimizer must have been built for the `local` tensors of the parts. After this call it
+    reads their gradients, sends its updates to the other ranks, and stores whole states in
+    checkpoints. The name of the optimizer's class does not change, because fairseq compares this
+    name when it loads a checkpoint.
+
+    Args:
+        optimizer: the optimizer.
+        parts: the parts that the optimizer updates.
     Raises:
         ValueError: the optimizer does not work element by element.
     """
     if not optimizer.supports_flat_params:
         raise ValueError(
             f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
-            "update every element by itself; use adam, sgd, adadelta or adamax, or no sharding")
-    kind = type(optimizer)
+            "update every element independently. Use adam, sgd, adadelta or adamax, or no sharding")
+    base = type(optimizer)
     optimizer.parts = parts
-    optimizer.__class__ = type(kind.__name__, (_ShardedOptimizer, kind), {})
+    optimizer.__class__ = type(base.__name__, (_ShardedOptimizer, base), {})

@@ -1,9 +1,9 @@
-"""`--weights-on host`: fairseq's language model streams through one device.
+"""`--weights-on host`: the weights of fairseq's language model stream through one device.
 
-Its parts are blocks of a `StreamedTrainer`: the embedding, each decoder layer, the output. fairseq
-hands its trainer all batches of an update at once (`--update-freq`), so that one part after another
-computes all of them; each then gets its loss and its numbers as fairseq's task would give them.
-Checkpoints are fairseq's own.
+The model's parts are blocks of a `StreamedTrainer`: the embedding, each decoder layer, and the
+output. fairseq passes all batches of an update to its trainer at once (`--update-freq`), so that
+each part can compute all batches before the next part starts. Each batch then gets its loss and its
+logged values as from fairseq's own task. Checkpoints have fairseq's format.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ from moe_plugin.training.resilience.averaging_peers import unfit_peer
 from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
-Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it counts as nothing
-Numbers = tuple[Tensor, Any, dict[str, Any]]  # loss, size, values to log
+Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it is a dummy to ignore
+Numbers = tuple[Tensor, Any, dict[str, Any]]  # loss, sample size, values to log
 
 
 @dataclass
 class _Call:
-    """A batch in a step.
+    """The state of one batch in a step.
 
     Attributes:
-        tokens: of the embedding, [B, T].
-        gates, stats: of each MoE layer in the first pass.
-        slopes: what the criterion reads as gates, to get the gradients of its loss.
-        numbers: of the criterion.
+        sample: the batch.
+        ignored: whether the batch is a dummy.
+        tokens: input of the embedding, [B, T].
+        gates: gate loss of each MoE layer in the first pass.
+        stats: statistics of each MoE layer in the first pass.
+        slopes: copies of the gate losses that the criterion reads, to obtain the gradients of the
+            loss with respect to them.
+        numbers: result of the criterion.
     """
 
     sample: dict[str, Any]
@@ -63,12 +67,15 @@ class _Call:
 
 
 class DecoderPart(nn.Module):
-    """A part of the decoder: [B, T, D] from the part before, or ids [B, T], to [B, T, D] or logits.
+    """A block that computes one part of the decoder.
+
+    The input is [B, T, D] from the part before, or token ids [B, T] for the embedding. The output
+    is [B, T, D], or the logits for the last part.
 
     Args:
-        decoder: the whole one, whose own forward pass runs with this part's modules alone.
-        number: 0: the embedding; then the layers; last the output.
-        call: the one whose turn it is.
+        decoder: the whole decoder, whose forward pass runs with only this part's modules.
+        number: index of the part: 0 for the embedding, then the layers, and last the output.
+        call: function that returns the state of the batch being computed.
     """
 
     def __init__(self, decoder: Any, number: int, call: Callable[[], _Call]) -> None:
@@ -79,7 +86,7 @@ class DecoderPart(nn.Module):
         [self.layer] = own or [None]
         for name in _names(decoder, self.first) if not own else ():
             setattr(self, name, getattr(decoder, name))
-        # the last layer alone is asked for its attention, as in the whole decoder
+        # only the last layer returns its attention, as in the whole decoder
         names: dict[str, Any] = {"layers": own, "num_layers": int(number == len(layers))}
         if not self.first:
             names |= {"embed_scale": 1.0, "embed_positions": None, "quant_noise": None,
@@ -91,7 +98,7 @@ class DecoderPart(nn.Module):
         self._output, self._call = decoder.output_layer, call
 
     def forward(self, x: Tensor) -> Any:
-        """See the class; of an MoE layer in its second pass also its share of the loss."""
+        """Compute the part. In its second pass an MoE layer also returns its share of the loss."""
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
             moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
@@ -109,8 +116,9 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Of the decoder's modules before its layers, or after them, without those whose only weight
-    is the embedding's.
+    """Return the names of the decoder's modules before its layers, or of those after its layers.
+
+    Modules that share the weight of the embedding are left out.
     """
     names = [name for name, _ in decoder.named_children()]
     at = names.index("layers")
@@ -129,19 +137,22 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A model of fairseq's whose weights stream, and what fairseq's trainer calls in its place.
+    """A fairseq language model with streamed weights, for fairseq's trainer.
 
     Args:
-        cfg, task, model, criterion: as fairseq's trainer gets them; the weights leave the model.
+        cfg: settings, as passed to fairseq's trainer.
+        task: task, as passed to fairseq's trainer.
+        model: model, as passed to fairseq's trainer. The weights are moved out of the model.
+        criterion: criterion, as passed to fairseq's trainer.
 
     Attributes:
-        trainer: of the parts.
-        optimizer: of all of them, as one of fairseq's; in 16 bits fairseq's own around it.
-        whole: the model, which gives and takes the weights of a checkpoint.
-        task: fairseq's, whose steps run here.
+        trainer: the trainer of the parts.
+        optimizer: fairseq optimizer of all parts. In 16 bits it is wrapped in fairseq's optimizer.
+        whole: a model that reads and writes all weights for checkpoints.
+        task: fairseq's task, with its steps replaced by those of this class.
     Raises:
-        ValueError: a setting does not fit weights that stream, with the remedy.
-        TierError: the tier has no room for the weights.
+        ValueError: a setting does not fit streamed weights. The message names the remedy.
+        TierError: the tier has too little space for the weights.
     """
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any) -> None:
@@ -158,7 +169,7 @@ class StreamedLanguageModel:
         limit = None if offload.weights_memory is None else parse_size(offload.weights_memory)
         common, shared = cfg.common, decoder.share_input_output_embed
         halves = common.fp16 or common.bf16
-        if halves:  # as fairseq's trainer does it later
+        if halves:  # fairseq's trainer does this too, but only later
             model.half() if common.fp16 else model.to(dtype=torch.bfloat16)
         self.trainer = StreamedTrainer(
             [DecoderPart(decoder, i, lambda: self._calls[self.trainer.micro_batch])
@@ -177,18 +188,19 @@ class StreamedLanguageModel:
         self.task = Overlay(task, train_step=self.train_step, valid_step=self.valid_step)
 
     def _optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = build_optimizer(self._cfg, params)
-        # fairseq compares the name with that in a checkpoint, which may be of the whole model
-        self._kind = type(type(made).__name__, (BlockOptimizers,), {
-            "supports_memory_efficient_fp16": made.supports_memory_efficient_fp16})
-        return made.optimizer
+        built = build_optimizer(self._cfg, params)
+        # fairseq compares this name with the one in a checkpoint, which the ordinary optimizer of
+        # a whole model may have written
+        self._kind = type(type(built).__name__, (BlockOptimizers,), {
+            "supports_memory_efficient_fp16": built.supports_memory_efficient_fp16})
+        return built.optimizer
 
     def begin(self, given: Sequence[Given], updates: int) -> None:
-        """The batches of the next step, after so many."""
+        """Set the batches of the next step, and the number of completed updates."""
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
     def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
-        """Of the next batch; the first one's call computes all."""
+        """Return the result of the next batch. The first call of a step computes all batches."""
         numbers = next(self._numbers, None)
         if numbers is None:
             self._numbers = iter(self._passes())
@@ -203,7 +215,7 @@ class StreamedLanguageModel:
         return self._taken()
 
     def valid_step(self, sample: dict[str, Any], *_: Any, **__: Any) -> Numbers:
-        """Of a batch of validation."""
+        """Return the result of a validation batch."""
         self.model.eval()
         self.trainer.evaluate(self._micro_batches([(sample, False)]))
         return self._taken()[0]
@@ -219,7 +231,7 @@ class StreamedLanguageModel:
         return numbers
 
     def _loss(self, output: Tensor, call: _Call) -> Tensor:
-        """fairseq's criterion, which reads the output, and gates and statistics of the layers."""
+        """Call fairseq's criterion with the output and the layers' gate losses and statistics."""
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
             layer.moe_layer.stats = call.stats[layer]
@@ -233,12 +245,12 @@ class StreamedLanguageModel:
         return loss * 0 if call.ignored else loss
 
     def _size(self) -> float:
-        """Of the step, as fairseq sums it."""
+        """Return the sample size of the step, summed as in fairseq."""
         sizes = [call.numbers[1] for call in self._calls]
         return 1.0 if self._calls[-1].ignored else float(sum(sizes)) or 1.0
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's, in host memory."""
+        """Return the model's state with the current weights, in host memory."""
         self.trainer.settle()
         in_files = isinstance(self.trainer.tier, DiskTier)
         held = {id(p): x for block in self.trainer.blocks for p, x in zip(
@@ -246,13 +258,14 @@ class StreamedLanguageModel:
             strict=True)}
         state = self.model.state_dict(*args, **kwargs)
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            state[name] = held[id(p)].detach().to(p.dtype)  # fairseq saves no main weights
+            state[name] = held[id(p)].detach().to(p.dtype)  # fairseq does not save main weights
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take such a state, of a model whose weights stream or not.
+        """Load the state of a run with or without streamed weights.
 
-        Raises: RuntimeError: it is of another model.
+        Raises:
+            RuntimeError: the state belongs to another model.
         """
         self.model.upgrade_state_dict(state)
         self.trainer.settle()
@@ -262,9 +275,9 @@ class StreamedLanguageModel:
         streams = {id(p) for b in self.trainer.blocks if b.streams for p in b.params}
         try:
             for name, p in params.items():
-                found = state.get(name)
-                if found is not None and found.shape == p.shape and id(p) in streams:
-                    p.data = found.to(p.dtype)
+                saved = state.get(name)
+                if saved is not None and saved.shape == p.shape and id(p) in streams:
+                    p.data = saved.to(p.dtype)
             loaded = self.model.load_state_dict(state, *args, **kwargs)
             for block in self.trainer.blocks:
                 block.write([p.data for p in block.params])
@@ -276,33 +289,33 @@ class StreamedLanguageModel:
 
 def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
                    ) -> StreamedLanguageModel | None:
-    """Of a run with `--weights-on host`; None: the weights stay on the device."""
+    """Build the model for `--weights-on host`, or return None if the weights stay on the device."""
     if run_settings(model).offload.weights == "device":
         return None
     return StreamedLanguageModel(cfg, task, model, criterion)
 
 
 def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
-    """`ValueError` where weights cannot stream: setting, reason and remedy."""
+    """Raise `ValueError` if a setting does not fit streamed weights, with reason and remedy."""
     run, common, flags = run_settings(model), cfg.common, cfg.model
     config = moe_layers(model)[0].moe_layer.moe.config
     ranks, plain = cfg.distributed_training.distributed_world_size, "leave it out"
-    kind = setting(cfg.optimizer, "_name")
-    again = "leave it out: every part is computed again"
+    optimizer = setting(cfg.optimizer, "_name")
+    again = "leave it out, because streamed weights always recompute every part"
     given = partial(setting, default=None)
     unfit = [
         (f"{ranks} processes", ranks > 1, "start one (--distributed-world-size 1)"),
         (f"model {type(model).__name__}", type(model) is not MoETransformerLanguageModel,
          "use --arch transformer_lm or moe_transformer_lm"),
         ("--amp", common.amp, "use --fp16 or --bf16"),
-        (f"--optimizer {kind} with --memory-efficient-fp16 or --memory-efficient-bf16",
-         kind == "sgd" and memory_efficient(cfg), "use adam, or --fp16 or --bf16 alone"),
+        (f"--optimizer {optimizer} with --memory-efficient-fp16 or --memory-efficient-bf16",
+         optimizer == "sgd" and memory_efficient(cfg), "use adam, or --fp16 or --bf16 alone"),
         ("--moe-average-every with --memory-efficient-fp16 or --memory-efficient-bf16",
          run.offload.average_every > 0 and memory_efficient(cfg),
-         "use --fp16 or --bf16 alone: peers average float32 weights"),
-        (f"--optimizer {kind}", kind not in ("adam", "sgd"), "use adam or sgd"),
+         "use --fp16 or --bf16 alone, because peers average float32 weights"),
+        (f"--optimizer {optimizer}", optimizer not in ("adam", "sgd"), "use adam or sgd"),
         ("--fp16-adam-stats", bool(given(cfg.optimizer, "fp16_adam_stats")), plain),
-        (f"task {type(task).__name__}, which has a train_step of its own",
+        (f"task {type(task).__name__}, which defines its own train_step",
          type(task).train_step is not FairseqTask.train_step, "use language_modeling"),
         (f"criterion {type(criterion).__name__}, which has parameters",
          utils.has_parameters(criterion), "use moe_cross_entropy"),
@@ -320,9 +333,9 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
         (f"--moe-activations {run.offload.activations}", run.offload.activations != "keep", again),
         ("--moe-votes and --moe-check-twins", run.guard.votes + run.guard.twins > 0, plain),
         ("--moe-pre-gate", bool(config.router.pre_gate),
-         "use 0: parts run one after another"),
+         "use 0, because the parts run one after another"),
         ("--moe-dispatch bounded", config.dispatch.name == "bounded",
-         "use another dispatcher: a step cannot be repeated"),
+         "use another dispatcher, because a step cannot be repeated"),
     ]
     refuse_unfit("--weights-on host", ((f"{what} in fairseq", not is_so, remedy)
                                        for what, is_so, remedy in unfit))

@@ -1,7 +1,6 @@
-"""fairseq's trainer for models with experts: gradient norm, skipped steps, checkpoints of every
-rank.
+"""fairseq's trainer for models with experts: gradient norm, skipped steps, checkpoints per rank.
 
-For a model without experts it is fairseq's trainer.
+A model without experts is trained exactly as by fairseq's trainer.
 """
 
 from __future__ import annotations
@@ -51,25 +50,25 @@ from moe_plugin.utils.run_feature import StepGradients, StepInput, refuse_unfit
 
 logger = logging.getLogger(__name__)
 
-_PEERS = "moe_peers"  # in a checkpoint's extra state: that of the outer optimizer
+_PEERS = "moe_peers"  # key of the outer optimizer's state in a checkpoint's extra state
 _OF_STEP = "a collective of the training step (gradients in DistributedDataParallel, or its log)"
 
 
 class MoETrainer(Trainer):
-    """See the module. `fairseq-train` uses it once the user dir is loaded (`compat.registries`)."""
+    """fairseq's trainer with experts; `fairseq-train` uses it with our user dir (`compat`)."""
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._validating, self._dummy, self._epoch_batches = False, False, 0
-        self._reducer: ReplicaReducer | None = None  # made with the first optimizer
+        self._reducer: ReplicaReducer | None = None  # built with the first optimizer
         of_run.check(cfg, model)
         if self.has_experts:
             refuse_unfit("a model with experts", [
                 ("--ddp-backend slowmo", cfg.distributed_training.ddp_backend != "slowmo",
-                 "it averages experts; use legacy_ddp, pytorch_ddp (c10d) or fully_sharded"),
+                 "it averages the experts; use legacy_ddp, pytorch_ddp (c10d) or fully_sharded"),
                 ("--use-bmuf", not cfg.optimization.use_bmuf,
-                 "it averages experts over ranks; leave it out")])
+                 "it averages the experts of all ranks; leave it out")])
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):
@@ -80,22 +79,22 @@ class MoETrainer(Trainer):
         super().__init__(cfg, self.streamed.task if self.streamed else task, model, criterion,
                          quantizer)
         if self.is_data_parallel_master:
-            # fairseq's --log-file has the lines of this logger alone
+            # fairseq's --log-file contains only the lines of this logger
             logging.getLogger("fairseq_cli.train").info(changed_line(cfg))
         self.run = of_run.run_of(self)
 
     @property
     def use_distributed_wrapper(self) -> bool:
-        """Whether DistributedDataParallel reduces gradients."""
+        """Whether `DistributedDataParallel` reduces the gradients."""
         return not of_run.completes_gradients(self._model) and super().use_distributed_wrapper
 
     @property
     def _group(self) -> Any:
-        """The data-parallel process group; None where there is one process."""
+        """The data-parallel process group, or None with a single process."""
         return self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """fairseq's, and what else the run does around it."""
+        """Perform fairseq's training step with the features of the run around it."""
         before = self.get_num_updates()
         step = StepInput(before + 1, lambda: self._prepare_sample(samples[0])[0],
                          lambda batch: self._criterion(self._model, batch)[0],
@@ -118,7 +117,7 @@ class MoETrainer(Trainer):
             return super().train_step(batches, raise_oom)
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
-        """fairseq's; where it takes another batch for a missing one, layers ignore its tokens."""
+        """Prepare a batch as fairseq does. Layers ignore the tokens of a dummy batch."""
         prepared, dummy = super()._prepare_sample(sample, is_dummy)
         if dummy != self._dummy:
             self._dummy = dummy
@@ -127,7 +126,7 @@ class MoETrainer(Trainer):
         return prepared, dummy
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """fairseq's."""
+        """Return fairseq's iterator, and record the number of batches per epoch."""
         batches = super().get_train_iterator(*args, **kwargs)
         self._epoch_batches = of_run.batches_of(batches)
         return batches
@@ -138,59 +137,62 @@ class MoETrainer(Trainer):
                                  *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """fairseq's; where rows did not fit, an error on all ranks or the same batch again."""
-        own = super().valid_step
+        """Perform fairseq's validation step, and handle rows that exceed the bound.
+
+        All ranks then raise an error or repeat the batch.
+        """
+        original = super().valid_step
         self._validating = True
         try:
-            return self.run.compute(lambda: own(sample, raise_oom))
+            return self.run.compute(lambda: original(sample, raise_oom))
         finally:
             self._validating = False
 
     def _reduce_and_log_stats(self, *args: Any, **kwargs: Any) -> Any:
         if self._validating:
-            self.run.after_passes()  # before anything of this batch is part of a mean
+            self.run.after_passes()  # a batch that is repeated must not be in the mean twice
         return super()._reduce_and_log_stats(*args, **kwargs)
 
     def validated(self, numbers: Mapping[str, Any]) -> None:
-        """Called with the numbers of fairseq's log after each validation."""
+        """Report the values of fairseq's log to the run features, after each validation."""
         self.run.after_evaluation(self.get_num_updates(), of_run.dropped(numbers))
 
     @property
     def saves_every_rank(self) -> bool:
-        """Whether each rank writes and reads a file of its own."""
+        """Whether each rank writes and reads a separate checkpoint file."""
         return self.has_experts and self.data_parallel_world_size > 1
 
     @property
     def checkpoint_suffix(self) -> str:
-        """`-rank-N` where every rank has its own experts."""
+        """The suffix `-rank-N` if each rank writes a separate file."""
         suffix = super().checkpoint_suffix
         return files.with_rank_suffix(suffix,
                                       self.data_parallel_rank) if self.saves_every_rank else suffix
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """Every rank, where every rank has its own experts."""
+        """True on every rank if each rank writes a separate file."""
         return self.saves_every_rank or super().should_save_checkpoint_on_current_rank
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank has a part of the optimizer's state alone."""
+        """Whether each rank stores only a part of the optimizer's state."""
         return shards_optimizer_state(self.cfg) and self.data_parallel_world_size > 1
 
     @property
     def is_fsdp(self) -> bool:
-        """False: it asks for fairscale's wrapper, see `moe_plugin.hosts.fairseq.sharding`."""
+        """False, because True would require fairscale (see `moe_plugin.hosts.fairseq.sharding`)."""
         return False
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        """Where parts are gathered for a checkpoint that one rank writes."""
+        """True if ranks must gather their parts for a checkpoint that one rank writes."""
         return self.is_sharded
 
     @property
     def model(self) -> Any:
-        """The wrapped model; under `fully_sharded` the model itself, sharded; where weights stream,
-        what has all of them.
+        """The wrapped model, the sharded model under `fully_sharded`, or with streamed weights an
+        object that has all weights.
         """
         if self.streamed is not None:
             return self.streamed.whole
@@ -208,7 +210,7 @@ class MoETrainer(Trainer):
         if self.streamed is not None:
             self._optimizer = self.streamed.optimizer
             self._lr_scheduler = build_lr_scheduler(self.cfg.lr_scheduler, self._optimizer)
-            self._lr_scheduler.step_update(0)  # sets the first rate, as fairseq does
+            self._lr_scheduler.step_update(0)  # fairseq also sets the first rate this way
             return
         reduces = self.data_parallel_world_size > 1 and not self.run.reduces
         if self._reducer is None and self.has_experts and reduces:
@@ -218,7 +220,7 @@ class MoETrainer(Trainer):
             parts: list[Part] = []
         else:
             model, parts = self.model, self._parts()
-            own = [part.local for part in parts]  # the optimizer is built for these
+            own = [part.local for part in parts]  # the tensors that the optimizer updates
             parts += [Part(p, p, p.shape, None) for p in self.criterion.parameters()]
             count_once(parts, self.data_parallel_world_size)
             self._wrapped_model = Overlay(model, parameters=lambda: own)
@@ -259,15 +261,14 @@ class MoETrainer(Trainer):
         return slices(self.model.parameters(), self._world, replicas)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Norm over all parameters, each expert counted once; equal on all ranks.
+        """Clip the gradients by their norm over all parameters, and return the norm.
 
-        Gradients are clipped by it.
+        Each expert is counted once, and the norm is equal on all ranks.
 
         Raises:
-            SkipStep: the norm is not finite, or a replica was lost: fairseq then skips the step,
-                here on every rank, because every rank has the same norm.
-            FloatingPointError: so many steps in a row were skipped that the run is broken.
-            RowsOverflow, StepRepeat: rows of this step did not fit, see `resilience.overflow`.
+            SkipStep: the norm is not finite or a replica was lost. All ranks then skip the step.
+            FloatingPointError: too many consecutive steps were skipped.
+            RowsOverflow, StepRepeat: rows exceeded the bound, see `resilience.overflow`.
         """
         self.run.after_passes()
 
@@ -285,18 +286,18 @@ class MoETrainer(Trainer):
         return norm()
 
     def _check_grad_norms(self, grad_norm: Tensor) -> None:
-        """fairseq's, that ranks have one norm; with votes no single rank ends the run by it."""
+        """Check that all ranks have one norm. With votes, a single rank cannot end the run."""
         if (votes := self.run.find(FileTurns)) is None:
             super()._check_grad_norms(grad_norm)
         else:
             votes.check_norm(grad_norm)
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
-        """shared_norm: of this rank's gradients of parameters that are not experts'."""
+        """Return the norm of all gradients. shared_norm: norm of this rank's dense gradients."""
         parameters = [p for p in self.optimizer.params if p.grad is not None]
         if self.is_sharded:
             squared = norm_squared(parameters, self._group, shared_norm.device)
-        elif (votes := self.run.find(FileTurns)) is not None:  # no rank of another worker counts
+        elif (votes := self.run.find(FileTurns)) is not None:  # ranks of other workers don't count
             squared = votes.norm_squared(parameters, shared_norm.device)
         else:
             experts = [p for p in parameters if is_expert(p)]
@@ -305,7 +306,7 @@ class MoETrainer(Trainer):
         return squared.sqrt().to(shared_norm.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """fairseq's state and a manifest of who wrote it."""
+        """Return fairseq's state with a manifest of the ranks and experts that wrote it."""
         state = super().state_dict()
         if (peers := self.run.find(PeerSteps)) is not None:
             state["extra_state"][_PEERS] = [peers.outer_state(block.number)
@@ -318,7 +319,7 @@ class MoETrainer(Trainer):
         return state
 
     def _parameter_names(self) -> list[str]:
-        """In the optimizer's order; none where it stores them in another form."""
+        """Names in the optimizer's order; empty if the optimizer stores them in another form."""
         named = [*self._model.named_parameters(),
                  *((f"criterion.{name}", p) for name, p in self.criterion.named_parameters())]
         names = [name for name, parameter in named if parameter.requires_grad]
@@ -333,29 +334,29 @@ class MoETrainer(Trainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Write this rank's file; it takes its final name when every rank has written its own."""
+        """Write this rank's file, which gets its final name when all ranks have written theirs."""
         if files.is_crash_dump(filename) and is_ours(sys.exc_info()[1]):
-            return None  # settings or data that do not fit: the message says all
+            return None  # the error message is complete: a dump would not help
         if self.is_sharded and files.is_crash_dump(filename):
-            logger.warning("no %s is written: it would need the parts of all ranks", filename)
+            logger.warning("%s is not written: it would need the parts of all ranks", filename)
             return None
         if not self.saves_every_rank:
             return super().save_checkpoint(filename, extra_state)
         filename = files.with_rank(filename, self.data_parallel_rank)
         if files.is_crash_dump(filename) or self.cfg.checkpoint.write_checkpoints_asynchronously:
-            # other ranks may not get here: no waiting
+            # other ranks may never get here, so this rank must not wait for them
             return super().save_checkpoint(filename, extra_state)
         write = super().save_checkpoint
         files.save(filename, lambda name: write(name, extra_state),
                    self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """fairseq's, after all ranks agreed on files of one step that fit this model; any number of
-        ranks may have written them.
+        """Load a checkpoint as fairseq does, after all ranks agreed on fitting files of one step.
+
+        Another number of ranks may have written the files.
 
         Raises:
-            ValueError: damaged files and no older whole checkpoint, missing files, another expert
-                count; on every rank.
+            ValueError: files are missing or damaged, or have another expert count; on every rank.
         """
         extra_state = self._load(filename, *args, **kwargs)
         if (peers := self.run.find(PeerSteps)) is not None and extra_state is not None:
@@ -381,10 +382,10 @@ class MoETrainer(Trainer):
 
 def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
                  device: torch.device) -> Tensor:
-    """Sum over all ranks of squared gradient entries, float64, equal on every rank.
+    """Return the sum of squared gradient entries over all ranks, float64, equal on every rank.
 
-    What R ranks store (`replicas_of`) is counted once: its sum is divided by R before ranks are
-    added up. A NaN or Inf of any rank reaches every rank this way.
+    A parameter stored by R ranks (`replicas_of`) counts once: its sum is divided by R before the
+    sum over ranks. A NaN or Inf on any rank reaches every rank in this way.
 
     Raises: CommError: the collective failed or timed out.
     """

@@ -1,4 +1,5 @@
-"""Votes in fairseq: where the batches of a file begin, and what of them counts in the log."""
+"""Votes in fairseq: detect where the batches of a file begin, and which of them count in the log.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ from moe_plugin.training.resilience.vote import Ballots
 from moe_plugin.utils.run_feature import StepInput
 
 logger = logging.getLogger(__name__)
-NORM_ERROR = 1e-6  # relative, as fairseq's
+NORM_ERROR = 1e-6  # largest accepted relative difference, as in fairseq
 
 
 class FileTurns(StepVotes):
-    """`StepVotes` in a step over the batches of all files, which calls the criterion for each.
+    """`StepVotes` for fairseq's training step, which calls the criterion once for each batch.
 
     Args:
         ballots: see `StepVotes`.
-        model, criterion: not wrapped.
-        group: the process group of the data-parallel ranks.
+        model: the model, not wrapped.
+        criterion: the criterion, not wrapped.
+        group: process group of the data-parallel ranks.
     """
 
     def __init__(self, ballots: Ballots, model: nn.Module, criterion: nn.Module,
@@ -35,13 +37,16 @@ class FileTurns(StepVotes):
         self.criterion = criterion
 
     def reduce_by_vote(self, module: nn.Module) -> None:
-        """In place of an optimizer's `all_reduce_grads`."""
-        # fairseq's gradients are means over ranks; an expert's is divided by its group already
+        """Vote on the gradients. This method replaces an optimizer's `all_reduce_grads`."""
+        # fairseq averages gradients over ranks, and an expert's gradient is already divided by its
+        # group
         scale = self.ballots.assignment.count / self.ballots.comm.size
         self.finish(scale / self.ballots.sharing.size, scale)
 
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-        """Of a worker's gradients after the vote, float64, each parameter once. Collective in it.
+        """Return the squared norm of a worker's gradients after the vote, float64.
+
+        Each parameter counts once. Collective within the worker.
         """
         shared, experts = (
             multi_tensor.squared_norm([p.grad for p in parameters if is_expert(p) == expert],
@@ -49,27 +54,33 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """In place of fairseq's check that all ranks have one norm: a warning of ranks that differ
-        from most. Collective. `FloatingPointError`, on all ranks: most do not agree.
+        """Log a warning if ranks have another gradient norm than the majority. Collective.
+
+        This replaces fairseq's check that all ranks have the same norm.
+
+        Raises:
+            FloatingPointError: there is no majority. Raised on all ranks.
         """
         norms_K = self.ballots.comm.all_gather(norm.detach().double().view(1)).cpu()
-        # where most agree, theirs
+        # the median is the norm of the majority, if there is one
         middle = norms_K.nan_to_num(float("inf")).sort().values[len(norms_K) // 2]
         if not middle.isfinite():
             return
         wrong = (~((norms_K - middle).abs() <= NORM_ERROR * middle)).nonzero().flatten().tolist()
         if 2 * len(wrong) >= len(norms_K):
             raise FloatingPointError(
-                f"step {self.step}: no majority of {len(norms_K)} workers has one gradient norm "
-                f"({norms_K.tolist()}), though gradients were voted on: their weights differ; "
-                "resume from the newest checkpoint, and check these machines")
+                f"step {self.step}: no majority of the {len(norms_K)} workers has the same "
+                f"gradient norm ({norms_K.tolist()}), although gradients were voted on. The weights"
+                " of the workers differ. Resume from the newest checkpoint, and check these "
+                "machines")
         if wrong and self.ballots.comm.rank == self.ballots.worker.rank == 0:
-            logger.warning("step %d: ranks with another gradient norm than most: %s", self.step,
+            logger.warning("step %d: these ranks have another gradient norm than the majority: %s",
+                           self.step,
                            self.ranks_of(wrong))
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """And the criterion tells of batches."""
+        """Perform the step with hooks around each call of the criterion."""
         hooks = (self.criterion.register_forward_pre_hook(self._begin),
                  self.criterion.register_forward_hook(self._end))
         try:
@@ -95,11 +106,11 @@ class FileTurns(StepVotes):
             self._at += 1
 
     def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of what this rank's batches log, that which counts: each batch on one rank."""
+        """Return the logged values of those batches that count. A batch counts on only one rank."""
         kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 
     def sample_size(self) -> float:
-        """Of all files, by vote. Collective."""
+        """Return the sample size of all files, agreed by vote. Collective."""
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))

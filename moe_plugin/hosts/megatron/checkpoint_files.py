@@ -1,8 +1,10 @@
-"""Files of a checkpoint, complete or absent: their sizes and checksums in `moe_plugin.json`, which
-has one itself. Each rank sums and verifies its share of the files.
+"""Files of a checkpoint, which are either complete or absent.
 
-A checkpoint is written next to its final folder and renamed when complete; the file `latest...`
-changes last.
+The file `moe_plugin.json` stores the sizes and checksums of all files and its own checksum. Each
+rank computes and verifies the checksums of its share of the files.
+
+A checkpoint is written to a folder next to its final folder and renamed when it is complete. The
+file `latest_checkpointed_iteration.txt` is changed last.
 """
 
 from __future__ import annotations
@@ -37,12 +39,15 @@ _KEYS = {"files": dict, "model": dict, "layout": dict, "iteration": int, "consum
 
 
 def folder(root: str, iteration: int) -> str:
-    """Folder of the checkpoint of an iteration."""
+    """Return the folder of the checkpoint of an iteration."""
     return os.path.join(root, f"iter_{iteration:07d}")
 
 
 def part_of(final: str) -> str:
-    """An empty folder next to that of a checkpoint, in which it is written; a collective call."""
+    """Create the empty folder in which a checkpoint is written before it is renamed to `final`.
+
+    This is a collective call. Returns the path of the folder.
+    """
     part = final + ".part"
 
     def make() -> None:
@@ -55,11 +60,12 @@ def part_of(final: str) -> str:
 
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
-    """Collective.
+    """Raise an error if a weight, buffer or optimizer state is not finite on any rank. Collective.
 
     Args:
-        root: folder of the checkpoints.
-        optimizer: Megatron's; None: there is none.
+        root: folder of the checkpoints, for the message.
+        models: the models to check.
+        optimizer: Megatron's optimizer, or None without an optimizer.
     Raises:
         FloatingPointError: a weight, buffer or optimizer state of any rank is not finite.
     """
@@ -71,23 +77,26 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
                     if isinstance(tensor, torch.Tensor)]
     if any_rank(not all_finite(tensors), comm_of()):
         raise FloatingPointError(
-            "a weight or optimizer state is not finite: no checkpoint is written; the newest one "
-            f"in {root} stays. Resume from it with a lower learning rate or other data")
+            "A weight or optimizer state is not finite, so no checkpoint is written. Resume from "
+            f"the newest checkpoint in {root} with a lower learning rate or other data.")
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
-    """Work on every rank that ends alike on all of them; a collective call.
+    """Run `work` on every rank so that it succeeds or fails on all ranks. This is a collective
+    call.
 
     Raises:
-        CheckpointError: it failed on a rank; with the reason and the remedy.
+        CheckpointError: `work` failed on a rank. The message contains the reason and the remedy.
     """
     error: BaseException | None = None
     try:
         work()
-    # of any kind: the other ranks must know; torch's own is not an `Exception`
+    # errors of any type, because the other ranks must learn of them; torch's CheckpointException
+    # is not an `Exception`
     except (Exception, CheckpointException) as caught:
         error = caught
-    # torch's own error is raised on all ranks; the rank that failed may know more
+    # a CheckpointException is raised on all ranks; the rank that failed may have a more precise
+    # error, so other types of errors are sorted first
     told = isinstance(error, CheckpointException)
     failed = sorted(each for each in gather(
         None if error is None else (told, _not_written(folder, error))) if each)
@@ -96,11 +105,14 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
-    """The rank that failed, and its error: torch's own is raised on all ranks."""
+    """Return the rank that failed and the error of this rank.
+
+    A CheckpointException of torch is raised on all ranks and contains the error of the failed rank.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
         return rank, error
-    # arguments are read from a checkpoint before there is a group
+    # arguments are read from a checkpoint before the process group exists
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")), error
 
 
@@ -110,23 +122,24 @@ def _not_written(folder: str, error: BaseException) -> str:
     behind = system_error(error)
     said = f"{type(error).__name__}: {short(error)}" if behind is None else short(behind)
     newest = tracked(root)
-    kept = f"the newest complete one is that of iteration {newest}" if newest else "none is there"
-    return (f"checkpoint {folder!r} cannot be written on rank {rank}: {said}; older ones are "
-            f"untouched ({kept}); {write_remedy(error, root)} (--save)")
+    kept = f"the newest complete checkpoint is iteration {newest}" if newest else "there are none"
+    return (f"checkpoint {folder!r} cannot be written on rank {rank}: {said}; older checkpoints "
+            f"are unchanged ({kept}); {write_remedy(error, root)} (--save)")
 
 
 def abandon(final: str) -> None:
-    """Remove what a save that failed on any rank has left, on the first rank."""
+    """Remove the files of a save that failed on any rank. Only the first rank removes files."""
     if dist.get_rank() == 0:
         shutil.rmtree(final + ".part", ignore_errors=True)
-        with suppress(OSError):  # Megatron makes the folder before there is anything in it
+        with suppress(OSError):  # Megatron creates the final folder before it writes any file
             os.rmdir(final)
 
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Around the loading of a checkpoint, whose errors become a `ValueError` that says what helps:
-    Megatron, torch and pickle raise many kinds for a damaged file.
+    """Convert errors in the block, which loads a checkpoint, to a `ValueError` with a remedy.
+
+    Megatron, torch and pickle raise many types of errors for a damaged file.
     """
     try:
         yield
@@ -137,10 +150,13 @@ def readable(path: str) -> Iterator[None]:
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
-    """What reading a checkpoint on the first rank gives, on every rank; a collective call.
+    """Run `work`, which reads a checkpoint, on the first rank and return its result on every rank.
+
+    This is a collective call.
 
     Raises:
-        ValueError: on every rank, the first one's; where it was of another kind, with what helps.
+        ValueError: `work` failed on the first rank. The error is raised on every rank. Errors of
+            other types are converted by `unreadable`.
     """
     result: Any = None
     error: ValueError | None = None
@@ -148,7 +164,8 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             result = work()
-        except (Exception, CheckpointException) as caught:  # of any kind: the others must know
+        # errors of any type, because the other ranks must learn of them
+        except (Exception, CheckpointException) as caught:
             error = caught if isinstance(caught, ValueError) else unreadable(path, caught)
             if isinstance(error, CheckpointError):
                 kind = CheckpointError
@@ -162,19 +179,21 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 
 
 def unreadable(path: str, error: BaseException) -> ValueError:
-    """The error for a checkpoint that cannot be loaded: it says how to use an earlier one."""
+    """Return the error for a checkpoint that cannot be loaded, with instructions to use an
+    earlier one.
+    """
     rank, what = cause(error)
     where = f" on rank {rank}" if rank != cause(what)[0] else ""
     said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
             else f"{type(what).__name__}: {short(what, 300)}")
     return ValueError(
         f"checkpoint {path!r} cannot be loaded{where}: {said}; "
-        f"to use an earlier one write its number into "
+        f"to use an earlier checkpoint, write its iteration number into "
         f"{os.path.join(os.path.dirname(path), LATEST)}")
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Return the values of all ranks."""
     return gather_objects(value, "the ranks' parts of a checkpoint")
 
 
@@ -183,7 +202,7 @@ def _share(names: list[str]) -> Iterator[str]:
 
 
 def sums(folder: str) -> dict[str, str]:
-    """Checksum of every file in a folder, by name; a collective call."""
+    """Return the checksum of every file in a folder by name. This is a collective call."""
     mine = {name: f"{checksums.crc_of(os.path.join(folder, name)):08x}"
             for name in _share(os.listdir(folder))}
     return {name: crc for part in gather(mine) for name, crc in part.items()}
@@ -197,20 +216,20 @@ def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str
 
 
 def verified_meta(folder: str) -> dict[str, Any]:
-    """The description of a checkpoint, once all its files are what was written; a collective call.
+    """Return the description of a checkpoint after verifying all its files. A collective call.
 
     Raises:
-        CheckpointError: one is not; on every rank.
+        CheckpointError: a file differs from its description. The error is raised on every rank.
     """
     meta, sealed = _read_meta(folder)
     if not sealed and dist.get_rank() == 0:
-        logger.warning("checkpoint %s was written without checksums: damage may go unnoticed; the "
-                       "next save adds them", folder)
+        logger.warning("checkpoint %s was written without checksums, so damage may go unnoticed. "
+                       "The next checkpoint will have checksums.", folder)
     try:
         text = next(filter(None, (_wrong(folder, name, meta) for name in _share([*meta["files"]]))),
                     "")
     except OSError as error:
-        text = f"checkpoint {folder!r} cannot be read: {error}; use another checkpoint"
+        text = f"checkpoint {folder!r} cannot be read: {error}. Use another checkpoint."
     for text in filter(None, gather(text)):
         raise CheckpointError(text)
     return meta
@@ -225,34 +244,35 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
                 isinstance(meta.get(key), kind) for key, kind in _KEYS.items()):
             raise ValueError("not a description of a checkpoint")
         if sealed and set(meta["checksums"]) != set(meta["files"]):
-            raise ValueError("not a checksum for every file")
+            raise ValueError("some files have no checksum")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint {folder!r} has no readable {META} ({short(error)}); it is incomplete or "
-            "not of this script: use another one"
+            f"checkpoint {folder!r} has no readable {META} ({short(error)}). The checkpoint is "
+            "incomplete or was not written by this script. Use another checkpoint."
         ) from error
     return meta, sealed
 
 
 def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
-    """What is wrong with a file; empty: nothing."""
+    """Return the error message for a damaged file, or "" if the file is intact."""
     path, size = os.path.join(folder, name), meta["files"][name]
     found = os.path.getsize(path) if os.path.exists(path) else None
     if found != size:
         return (f"checkpoint {folder!r} is damaged: {name} "
-                f"{'is missing' if found is None else f'has {found} bytes'}, must have {size} "
-                "bytes; restore the file or use another checkpoint")
+                f"{'is missing' if found is None else f'has {found} bytes'} but must have {size} "
+                "bytes. Restore the file, or use another checkpoint.")
     wanted = meta.get("checksums", {}).get(name)
     if wanted is not None and wanted != f"{checksums.crc_of(path):08x}":
-        return (f"checkpoint {folder!r} is damaged: {name} has another checksum than when it was "
-                "written; restore the file or use another checkpoint")
+        return (f"checkpoint {folder!r} is damaged: the checksum of {name} has changed since the "
+                "file was written. Restore the file, or use another checkpoint.")
     return ""
 
 
 def older(root: str, iteration: int) -> list[int]:
-    """Iterations of the other checkpoints before `iteration`, newest first; equal on all ranks.
+    """Return the iterations of the checkpoints before `iteration`, with the newest iteration first.
 
-    A folder whose save was killed before it had a description is none.
+    The list is equal on all ranks. A folder without a description is ignored, because its save was
+    interrupted.
     """
     names = os.listdir(root) if os.path.isdir(root) else []
     found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
@@ -261,20 +281,23 @@ def older(root: str, iteration: int) -> list[int]:
 
 
 def described(path: str) -> bool:
-    """Whether the folder of a checkpoint has a description, be it ours or Megatron's."""
+    """Return whether a checkpoint folder contains a description, either ours or Megatron's."""
     return (os.path.exists(os.path.join(path, META)) or of_megatron_alone(path)
             or of_another_format(path))
 
 
 def of_megatron_alone(path: str) -> bool:
-    """Whether Megatron wrote it in the format `torch_dist`, without our description."""
+    """Return whether a checkpoint was written by Megatron in the format `torch_dist`, without our
+    description.
+    """
     return not os.path.exists(os.path.join(path, META)) and all(
         os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA))
 
 
 def of_another_format(path: str) -> bool:
-    """Whether a checkpoint is in a format of Megatron's that only Megatron reads: the one of a
-    file a rank, or torch's own.
+    """Return whether a checkpoint has a format that only Megatron can read.
+
+    These formats are one file per rank, and torch's distributed format without Megatron's files.
     """
     names = os.listdir(path) if os.path.isdir(path) else []
     return any(name.startswith("mp_rank_0") for name in names) or (
@@ -282,7 +305,9 @@ def of_another_format(path: str) -> bool:
 
 
 def tracked(root: str) -> str | None:
-    """What is in the file that names the newest checkpoint; None: that file is missing."""
+    """Return the text of the file that names the newest checkpoint, or None if the file is
+    missing.
+    """
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
         return None
@@ -292,27 +317,29 @@ def tracked(root: str) -> str | None:
 
 
 def latest(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None if absent.
+    """Return the iteration of the newest checkpoint, or None without a checkpoint.
 
-    `ValueError` where the file that names it is damaged.
+    Raises:
+        ValueError: the file that names the newest checkpoint is damaged.
     """
     text = tracked(root)
     if text is None:
         return None
     if not text.isdecimal() or len(text) > 15:
         raise ValueError(
-            f"{os.path.join(root, LATEST)} contains {short(text)}, must contain the number of an "
-            "iteration; write the number of one of the folders iter_... there")
+            f"{os.path.join(root, LATEST)} contains {short(text)}, but must contain the number of "
+            "an iteration. Write the number of one of the folders iter_... into the file.")
     return int(text)
 
 
 def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
                  ) -> tuple[str, dict[str, Any]]:
-    """Folder and description of the newest whole checkpoint up to an iteration; collective.
+    """Return folder and description of the newest intact checkpoint up to an iteration. Collective.
 
-    verified: the description of the one in a folder; None: `verified_meta`.
+    verified: function that verifies a folder and returns its description. Defaults to
+        `verified_meta`.
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no checkpoint is intact.
     """
     verified = verified or verified_meta
     try:
@@ -326,20 +353,20 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
             except CheckpointError as other:
                 logger.warning("%s", other)
                 continue
-            logger.warning("%s. Training resumes from the older checkpoint %s", error, path)
+            logger.warning("%s Training resumes from the older checkpoint %s", error, path)
             return path, meta
         raise
 
 
 def say_lost(root: str) -> None:
-    """Warn that the file which names the newest checkpoint is lost."""
+    """Log a warning that the file which names the newest checkpoint is missing or empty."""
     logger.warning("%s is missing or empty in %s: training resumes from its newest "
                    "checkpoint", LATEST, root)
 
 
 def nothing_found(root: str, evaluates: bool) -> None:
-    """Warn that training starts from the beginning. `ValueError` for an evaluation."""
+    """Warn that training starts from the beginning, or raise a `ValueError` for an evaluation."""
     if evaluates:
-        raise ValueError(f"no checkpoint found in {root}: there is nothing to evaluate; give the "
-                         "folder with iter_... of a run to --load")
+        raise ValueError(f"no checkpoint found in {root}, so there is nothing to evaluate. Set "
+                         "--load to the folder of a run that contains iter_... folders.")
     logger.warning("no checkpoint found in %s: training starts from the beginning", root)

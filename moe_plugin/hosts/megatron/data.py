@@ -1,7 +1,7 @@
-"""Text to Megatron's indexed dataset (`.bin` + `.idx`), bytes as tokens.
+"""Conversion of text to Megatron's indexed dataset (`.bin` + `.idx`) with bytes as tokens.
 
-Vocabulary: the 256 bytes and one end-of-document token (256). No tokenizer file, no download,
-nothing out of vocabulary.
+The vocabulary consists of the 256 bytes and an end-of-document token (256). No tokenizer file and
+no download is needed, and every text can be encoded.
 
     python -m moe_plugin.hosts.megatron.data --input corpus.txt --output-prefix data/corpus
 """
@@ -17,12 +17,14 @@ from moe_plugin.utils.messages import Parser, short
 from moe_plugin.utils.quiet import MEGATRON, hidden, own_log
 from moe_plugin.utils.regular_files import check_input, check_output, make_folder, write_remedy
 
-logger = logging.getLogger("moe_plugin.hosts.megatron.data")  # also where it is a command
+logger = logging.getLogger("moe_plugin.hosts.megatron.data")  # __name__ is "__main__" as a command
 BYTE_VOCABULARY = 257
 
 
 def documents(path: str) -> Iterator[bytes]:
-    """The documents of a text file: runs of lines between blank lines, each with its line breaks.
+    """Yield the documents of a text file.
+
+    A document is a run of lines between blank lines, with its line breaks.
 
     Raises:
         ValueError: the file cannot be read.
@@ -41,19 +43,20 @@ def documents(path: str) -> Iterator[bytes]:
                 yield b"".join(lines)
     except OSError as error:
         raise ValueError(
-            f"text file {short(path)} cannot be read ({error.strerror}); give the path of a text "
-            "file") from error
+            f"text file {short(path)} cannot be read ({error.strerror}). Pass the path of a text "
+            "file.") from error
 
 
 def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
-    """Write documents as byte tokens, each with an end-of-document token.
+    """Write documents as byte tokens, each followed by an end-of-document token.
 
-    Returns the number of tokens.
+    The two files are written under temporary names and then renamed, so incomplete files never
+    appear.
 
-    The two files appear complete or not at all: they are written under another name and renamed.
+    Returns: the number of tokens.
 
     Raises:
-        ValueError: no text, or a file that cannot be written.
+        ValueError: the input contains no text, or a file cannot be written.
     """
     make_folder(os.path.dirname(os.path.abspath(prefix)))
     for suffix in (".bin", ".idx", ".bin.part", ".idx.part"):
@@ -64,7 +67,7 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
         raise ValueError(
             f"{prefix}.bin cannot be written ({error.strerror}); "
             f"{write_remedy(error, os.path.dirname(os.path.abspath(prefix)))}") from error
-    finally:  # whatever went wrong, also in reading the text
+    finally:  # also if reading the text failed
         for suffix in (".bin.part", ".idx.part"):
             Path(prefix + suffix).unlink(missing_ok=True)
 
@@ -83,8 +86,8 @@ def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
         tokens += len(ids)
     if not tokens:
         raise ValueError(
-            f"no text to write to {short(prefix)}: the input is empty; give a file with at least "
-            "one line")
+            f"no text to write to {short(prefix)}: the input is empty. Pass a file with at least "
+            "one line of text.")
     builder.finalize(prefix + ".idx.part")
     for suffix in (".bin", ".idx"):
         os.replace(prefix + suffix + ".part", prefix + suffix)
@@ -92,20 +95,20 @@ def _write_indexed(texts: Iterable[bytes], prefix: str) -> int:
 
 
 def check_prefix(prefix: str) -> None:
-    """`ValueError` where one of the two files of an indexed dataset is missing or empty."""
+    """Raise a `ValueError` if a file of an indexed dataset is missing or empty."""
     for suffix in (".bin", ".idx"):
         path = prefix + suffix
         if not os.path.isfile(path) or not os.path.getsize(path):
             raise ValueError(
                 f"dataset {short(prefix)}: {path} is "
-                f"{'empty' if os.path.isfile(path) else 'missing'}; give the path "
-                "without .bin/.idx, or write it with: python -m moe_plugin.hosts.megatron.data "
-                "--input "
+                f"{'empty' if os.path.isfile(path) else 'missing'}. Pass the path "
+                "without .bin/.idx, or write the dataset with: python -m "
+                "moe_plugin.hosts.megatron.data --input "
                 f"TEXT --output-prefix {prefix}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line: write an indexed dataset from a text file."""
+    """Write an indexed dataset from a text file."""
     parser = Parser(prog="python -m moe_plugin.hosts.megatron.data", description=main.__doc__)
     parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
     parser.add_argument("--output-prefix", required=True,

@@ -1,5 +1,6 @@
-"""How a run ends: errors of use in one line, the reason of a rank that failed on all ranks, and a
-status that says which.
+"""The end of a run: one-line messages for usage errors, and the exit status.
+
+If one rank fails, all ranks report the same reason and end with the same status.
 """
 
 from __future__ import annotations
@@ -25,30 +26,34 @@ from moe_plugin.training.resilience.twins import WrongResultError
 from moe_plugin.utils.messages import printable, short
 from moe_plugin.utils.quiet import MEGATRON, hidden
 
-# errors whose message says all
+# errors whose message is complete without a traceback
 _SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
-WAIT_S = 5.0  # for the first rank: whoever starts ranks ends all when one has ended
+# seconds for which other ranks let the first rank print its message: a launcher ends all ranks
+# as soon as one rank has ended
+WAIT_S = 5.0
 _OURS = str(Path(__file__).parents[2])
-# where Megatron checks arguments, also against those of a checkpoint
+# files in which Megatron checks arguments, also against the arguments stored in a checkpoint
 _CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
     ("training", "arguments.py"), ("training", "argument_utils.py"),
     ("training", "checkpointing.py"), ("core", "optimizer_param_scheduler.py"),
     ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py"),
     ("core", "num_microbatches_calculator.py"), ("core", "parallel_state.py")))
-# types that Megatron's checks raise for arguments that do not fit
+# types of errors that Megatron's checks raise for invalid arguments
 _OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportError
 
 
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
-    """Do the work of a whole run; the status with which the process ends.
+    """Run the whole work of a process and return its exit status.
 
-    Errors of use end with a message and status 2, numbers that stay not finite or are wrong on a
-    rank, a full disk and the end of another rank, with status 1, on every rank. The first rank that
-    has a message says it: others may have none.
+    Usage errors end with a message and status 2. Numbers that remain non-finite, wrong results of a
+    rank, a full disk, and the end of another rank lead to a message and status 1 on every rank.
+    Only the first rank that has a message prints the message.
 
     Args:
-        prog: begins the message.
-        given: the parsed arguments by name, for the names by which the user knows settings.
+        prog: the program's name, which starts the message.
+        work: the function to run.
+        given: function that returns the parsed arguments by name, so that messages use the names of
+            settings that the user wrote.
     """
     status = 0
     try:
@@ -62,7 +67,8 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
         rank = os.environ.get("RANK", "0")
         if not dist.is_initialized() and rank != "0":
             time.sleep(WAIT_S)
-        # without a group nobody can be asked: the error may be this rank's alone
+        # without a process group the ranks cannot agree on who reports: every rank prints its
+        # own error, because the error may have happened on this rank only
         if not dist.is_initialized() or claim_first_report(text):
             where = "" if rank == "0" else f" (rank {rank})"
             text = printable(as_given(text, given(), NATIVE_ARGUMENTS))
@@ -71,8 +77,8 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
         leave()
         status = 2 if isinstance(error, ValueError) or _of_megatrons_checks(error) else 1
     finally:
-        # after an error the group stays: its end may wait for ranks that still work, and
-        # the process ends without (`end_process`)
+        # after an error the group is not destroyed: that could wait for ranks that still work;
+        # `end_process` ends the process without it
         failed = isinstance(sys.exc_info()[1], Exception) or status
         if dist.is_initialized() and not failed:
             dist.destroy_process_group()
@@ -80,8 +86,10 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
 
 
 def end_process(main: Callable[[], int]) -> None:
-    """Run the whole of a process; after an error it ends at once, without waiting for threads of
-    groups whose other ranks still work.
+    """Run the main function and end the process with its status.
+
+    After an error the process ends at once, without waiting for the threads of process groups in
+    which other ranks still work.
     """
     try:
         status = main()
@@ -95,13 +103,15 @@ def end_process(main: Callable[[], int]) -> None:
 
 
 def of_a_script(error: Exception) -> str | None:
-    """The message of an error that needs no traceback; None: it needs one. A `ValueError` of a
-    user's code does, ours and what Megatron says of arguments do not.
+    """Return the message of an error that needs no traceback, or None if the traceback is needed.
+
+    A `ValueError` raised by user code needs a traceback. No traceback is needed for a `ValueError`
+    raised by this package or an error from Megatron's argument checks.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):
         checked = (last.line or "").removeprefix("assert ")
-        said = short(error, 600) if str(error) else f"must be true: {checked}"
+        said = short(error, 600) if str(error) else f"this condition must be true: {checked}"
         return f"Megatron refuses these arguments: {said}{_remedy(last, said)}"
     ours = last.filename.startswith(_OURS) or type(error).__module__.startswith("moe_plugin.")
     if isinstance(error, (ValueError, FloatingPointError)) and not ours:
@@ -110,21 +120,21 @@ def of_a_script(error: Exception) -> str | None:
 
 
 def _of_megatrons_checks(error: Exception) -> bool:
-    """Whether Megatron raised the error where it checks arguments and parallel sizes."""
+    """Return whether the error was raised by Megatron's checks of arguments and parallel sizes."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, _OF_USE) and last.filename.endswith(_CHECKS)
 
 
 def _remedy(last: traceback.FrameSummary, said: str) -> str:
-    """What to change, where Megatron's message does not say it; empty if it does."""
+    """Return a remedy to append to Megatron's message, or "" if no remedy is known."""
     if last.name == "_check_and_set":  # compares the checkpoint's schedule with the arguments
-        return "; --override-opt_param-scheduler takes those of this run"
+        return "; add --override-opt_param-scheduler to use the values of this run"
     if "scheduler" in last.filename and "decay_steps" in said:
-        return ("; the learning rate must decay over more steps than it warms up: use more "
-                "--train-iters (or --lr-decay-iters), or fewer --lr-warmup-iters")
+        return ("; the learning rate must decay over more steps than it warms up. Increase "
+                "--train-iters (or --lr-decay-iters), or reduce --lr-warmup-iters.")
     if last.filename.endswith("parallel_state.py") and "divisible" in said:
-        return (f"; this run has {os.environ.get('WORLD_SIZE', '1')} ranks, which must be a "
-                "multiple of tensor x pipeline x context parallel size and of expert-tensor x "
-                "expert x pipeline parallel size: start more ranks, or reduce "
-                "--expert-model-parallel-size or another of these sizes")
+        return (f"; this run has {os.environ.get('WORLD_SIZE', '1')} ranks. The number of ranks "
+                "must be a multiple of tensor x pipeline x context parallel size and of "
+                "expert-tensor x expert x pipeline parallel size. Start more ranks, or reduce "
+                "--expert-model-parallel-size or another of these sizes.")
     return ""

@@ -1,5 +1,7 @@
-"""Confident multiple choice learning with Megatron: heads for a GPT model, whose loss with labels
-is the confident oracle loss, and a run's feature that counts what the heads have wrong.
+"""Confident multiple choice learning with Megatron.
+
+The module contains prediction heads for a GPT model, for which the loss with labels is the
+confident oracle loss, and a run feature that counts the wrong predictions of the heads.
 """
 
 from __future__ import annotations
@@ -26,16 +28,19 @@ from moe_plugin.training.ensembles.cmcl import (
 )
 from moe_plugin.utils.run_feature import RunFeature, StepGradients
 
-# arguments of training scripts, named and meant as in fairseq
+# arguments of training scripts, with the same names and meanings as in fairseq
 FLAGS = flags("sentence", "token", "sequence")
-_ERRORS = {"oracle": "oracle_error", "top1": "top1_error"}  # of `sequence_oracle_loss`: in logs
-_COUNTS = 1 + len(_ERRORS)  # tokens, and those that are wrong
+# names in `sequence_oracle_loss`, and names in logs
+_ERRORS = {"oracle": "oracle_error", "top1": "top1_error"}
+_COUNTS = 1 + len(_ERRORS)  # the number of tokens, and the number of wrong tokens by kind of error
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """The ensemble that a training run's arguments ask for; None: one output layer.
+    """Return the ensemble that a training run's arguments ask for, or None for a single output
+    layer.
 
-    Raises: ValueError: an argument out of bounds, or one that does not fit an ensemble.
+    Raises:
+        ValueError: an argument is out of bounds or cannot be combined with an ensemble.
     """
     if not args.ensemble_heads:
         return given_settings(args, FLAGS)
@@ -43,30 +48,32 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
     schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule
     return given_settings(args, FLAGS, (
         (args.ensemble_hidden or not args.ensemble_sharing, "ensemble_sharing",
-         "0 without ensemble_hidden: heads share features of a layer of their own",
-         "give --ensemble-hidden"),
+         "0 without ensemble_hidden, because heads share the features of this hidden layer",
+         "use --ensemble-hidden"),
         (args.tensor_model_parallel_size == 1, "tensor_model_parallel_size", "1 with ensemble_heads"
-         ": the heads are whole", "use 1"),
-        (args.context_parallel_size == 1, "context_parallel_size", "1 with ensemble_heads: a "
-         "sequence's heads are chosen by its whole loss", "use 1"),
+         ", because heads cannot be split over ranks", "use 1"),
+        (args.context_parallel_size == 1, "context_parallel_size", "1 with ensemble_heads, because "
+         "the heads of a sequence are chosen by the loss of the whole sequence", "use 1"),
         (untied, "untie_embeddings_and_output_weights", "True with ensemble_heads, which have "
-         "weights of their own", "use --untie-embeddings-and-output-weights"),
+         "separate weights", "use --untie-embeddings-and-output-weights"),
         (not args.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm",
          "False with ensemble_heads", "leave it out"),
         (not getattr(args, "mtp_num_layers", None), "mtp_num_layers",
-         "left out with ensemble_heads: the heads predict the next token", "leave it out"),
+         "left out with ensemble_heads, because the heads predict only the next token",
+         "leave it out"),
         (schedule != "terapipe", "pipeline_schedule", "1f1b, eager-1f1b or auto with "
-         "ensemble_heads: a sequence's heads are chosen by its whole loss, not by slices",
-         "use 1f1b")))
+         "ensemble_heads, because the heads of a sequence are chosen by the loss of the whole "
+         "sequence, not by slices", "use 1f1b")))
 
 
 class _OutputHeads(nn.Module):
     """Heads behind the interface of Megatron's output layer: [S, B, H] to ([S, B, M, V], None).
 
-    In checkpoints what makes the logits is `weight`, for which Megatron looks.
+    In checkpoints the parameter that computes the logits is named `weight`, because Megatron looks
+    for this name.
     """
 
-    _NAMES = ("heads.w_out_MHC", "weight")  # here, in checkpoints
+    _NAMES = ("heads.w_out_MHC", "weight")  # name in this module, name in checkpoints
 
     def __init__(self, heads: EnsembleHeads, loss: OracleLosses) -> None:
         super().__init__()
@@ -91,32 +98,33 @@ def _to_load(layer: _OutputHeads, state: dict[str, Any], prefix: str, *_unused: 
 
 def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None = None
               ) -> nn.Module:
-    """Put an ensemble of heads in place of a GPT model's output layer.
+    """Replace the output layer of a GPT model by an ensemble of heads.
 
-    Without labels it then returns logits [B, S, M, V]; with them the confident oracle loss of each
-    token, float32 [B, S], 0 where the `loss_mask` [B, S] that it is given is 0. In evaluation the
-    divergence of heads that are not responsible is exact.
+    Without labels the model then returns logits [B, S, M, V]. With labels the model returns the
+    confident oracle loss of each token, float32 [B, S], which is 0 where the `loss_mask` [B, S] is
+    0. In evaluation the divergence of heads that are not responsible is exact.
 
-    On stages without an output layer nothing is done. Call it before the data-parallel wrapper.
+    On stages without an output layer nothing is changed. Call this function before the model is
+    wrapped for data parallelism.
 
-    classes: of the heads, the tokens that occur: heads that are not responsible are pulled to the
-        uniform distribution over them. None: the model's, which Megatron pads.
+    classes: number of token ids that occur. Heads that are not responsible are pulled to the
+        uniform distribution over these ids. Defaults to the model's vocabulary size, which Megatron
+        pads.
     Raises:
-        ValueError: tensor parallelism, where the output layer is cut over ranks.
+        ValueError: tensor parallelism is used, which would split the output layer over ranks, or
+            the output layer shares the weights of the embeddings.
     """
     config = model.config
     if config.tensor_model_parallel_size > 1:
         raise ValueError(
             f"tensor_model_parallel_size={config.tensor_model_parallel_size} cannot be used with "
-            "ensemble heads: must be 1; "
-            "the heads are whole")
+            "ensemble heads, because heads cannot be split over ranks. Use 1.")
     if "output_layer" not in dict(model.named_children()):
         return model
     if model.share_embeddings_and_output_weights:
         raise ValueError(
             "share_embeddings_and_output_weights=True cannot be used with ensemble heads, which "
-            "have weights of their own; "
-            "set it to False")
+            "have separate weights. Set it to False.")
     made = EnsembleHeads(config.hidden_size, classes or model.vocab_size, ensemble.heads,
                          hidden=ensemble.hidden, sharing=ensemble.sharing,
                          dtype=config.params_dtype)
@@ -128,12 +136,13 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
 
 
 class OracleLosses:
-    """Takes the place of a GPT model's `compute_language_model_loss`.
+    """Replacement for the `compute_language_model_loss` of a GPT model.
 
-    Attributes: `counts`: since they were last set to None the tokens, and those that are wrong by
-        the names of logs, float64 [3]; after them, of evaluations, how sure the heads are:
-        `confidence_histograms`, one after another in the order of `HISTOGRAMS`, [H * BINS].
-        `training`: whether the last ones were of a step.
+    Attributes:
+        counts: float64 [3], the number of tokens and the number of wrong tokens in the order of the
+            log's names, accumulated until `counts` is set to None. In evaluation the concatenated
+            `confidence_histograms` in the order of `HISTOGRAMS`, [H * BINS], are appended.
+        training: whether the latest counts belong to a training step.
     """
 
     def __init__(self, ensemble: EnsembleSettings) -> None:
@@ -142,7 +151,7 @@ class OracleLosses:
         self._mask_BS: Tensor | None = None
 
     def take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A hook before the model's forward pass."""
+        """Record the loss mask. This is a hook that runs before the model's forward pass."""
         self._mask_BS, self.training = kwargs.get("loss_mask"), model.training
 
     def __call__(self, labels_BS: Tensor, logits_SBMV: Tensor) -> Tensor:
@@ -163,12 +172,14 @@ class OracleLosses:
 
 
 class EnsembleErrors(RunFeature):
-    """Tells what the heads of a run's model have wrong. After the features that skip a step or
-    begin it again.
+    """A run feature that counts the wrong predictions of the heads in a model.
 
-    chunks: of the model; on stages without an output layer no heads are in them.
+    Place this feature after the features that skip or repeat a step.
 
-    Attributes: `has_heads`: whether there are some in them.
+    chunks: chunks of the model. On stages without an output layer the chunks contain no heads.
+
+    Attributes:
+        has_heads: whether the chunks contain heads.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -198,13 +209,13 @@ class EnsembleErrors(RunFeature):
                 self._steps += loss.counts.cpu()
 
     def numbers(self) -> dict[str, float]:
-        """Shares of tokens since the last call; collective."""
+        """Return the error rates over the tokens since the last call. This is a collective call."""
         counts = _of_all(self._steps)
         self._steps.zero_()
         return _rates(counts)
 
     def evaluated(self) -> dict[str, Any]:
-        """The same of the last evaluation, and how sure the heads were."""
+        """Return the error rates and the confidence histograms of the last evaluation."""
         counts = _of_all(self._evaluation)
         self._evaluation.zero_()
         sure = counts[_COUNTS:].view(len(HISTOGRAMS), BINS).long().tolist()

@@ -1,9 +1,10 @@
-"""Loading a distributed checkpoint whose experts are in the other layout: Megatron's own into our
-layers, ours into Megatron's own.
+"""Loading of distributed checkpoints in which the experts have the other layout.
 
-The names and orders are those of `checkpoint.formats.megatron.experts`. A sharded tensor whose name
-the checkpoint does not have is replaced by a factory that asks for the other name and brings what
-was loaded into place; optimizer state is treated as its parameter.
+Checkpoints of Megatron's own experts can be loaded into our layers, and checkpoints of our experts
+into Megatron's own layers. The names and orders are defined in
+`checkpoint.formats.megatron.experts`. If the checkpoint does not contain the name of a sharded
+tensor, the tensor is replaced by a factory that requests the other name and converts the loaded
+values. Optimizer state is converted like its parameter.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from moe_plugin.hosts.megatron.compat.names import (
 )
 from moe_plugin.utils.messages import short
 
-_BY_BUCKET = ".dp_group_idx_"  # in keys of what a distributed optimizer stores by buckets
+_BY_BUCKET = ".dp_group_idx_"  # in the keys of optimizer state that is stored by buckets
 _THEIRS = {one: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for one in ours}
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """`megatron.core.dist_checkpointing.load`, whichever layout the checkpoint's experts have.
+    """Run `megatron.core.dist_checkpointing.load` for either layout of the experts.
 
     Args:
-        original: Megatron's.
-        given: its arguments; "optimizer" in the sharded state dict may have other optimizers and
-            groups than the checkpoint's common state, which is then fitted to it.
+        original: Megatron's `load`.
+        given: arguments of `load`. The optimizers and parameter groups of "optimizer" in the
+            sharded state dict may differ from the checkpoint's common state, which is then adapted.
     Raises:
-        CheckpointError: the experts are in the other layout, and the optimizer's state is asked for
-            by buckets, in which the parameters of another layout lie in other places.
+        CheckpointError: the experts have the other layout, and optimizer state stored by buckets is
+            requested. Buckets place parameters differently in the other layout.
     """
     state, path = given["sharded_state_dict"], given["checkpoint_dir"]
-    if not (Path(path) / METADATA).is_file():  # of another backend than torch's
+    if not (Path(path) / METADATA).is_file():  # not written by torch's backend
         return original(**given)
     files = DistributedFiles(Path(path), trusted=restricted.trusts_files())
     shapes = {name: one.entry.shape for name, one in files.tensors().items()}
@@ -72,18 +73,19 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     state = dict_list_map_outplace(replaced, state)
     if other and buckets:
         raise CheckpointError(
-            f"the checkpoint's experts are in the other layout ({short(min(other))} is not there), "
-            "and its optimizer state is by buckets (dp_reshardable), which fits one layout alone: "
-            "go on with --no-load-optim, or save with --dist-ckpt-optim-fully-reshardable where "
-            "it was written")
+            "The checkpoint's experts have the other layout (the checkpoint does not contain "
+            f"{short(min(other))}), and its optimizer state is stored by buckets (dp_reshardable), "
+            "which cannot be converted. Load it with --no-load-optim, or save it again with "
+            "--dist-ckpt-optim-fully-reshardable in the run that wrote it.")
     own = given.get("common_strategy") is not None
     with changed(functools.partial(_with_optimizer, state.get("optimizer")), own) as more:
         return original(**{**given, "sharded_state_dict": state, **more})
 
 
 def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
-    """The common state with the optimizers and groups of the run's own."""
-    # objects: as only the ranks that wrote it read it, with the same optimizers (dp_reshardable)
+    """Return the common state with the optimizers and parameter groups of this run."""
+    # state stored as objects (dp_reshardable) can be read only by the ranks that wrote it, with
+    # the same optimizers, so it needs no adaptation
     whole = not any(isinstance(value, ShardedObject) for part in optimizer_parts(wanted)
                     for value in part.values())
     if wanted is not None and "optimizer" in common and whole:
@@ -93,7 +95,7 @@ def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
 
 def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
     if isinstance(leaf, ShardedObject):
-        # objects of modules that only Megatron's own experts have
+        # only the modules of Megatron's own experts have these objects
         missing = NATIVE_EXPERTS in leaf.key and leaf.unique_key not in known
         return LocalNonpersistentObject(leaf.data) if missing else leaf
     if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.key in known:
@@ -111,7 +113,7 @@ def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
 
 def _as_native(leaf: ShardedTensor, name: str, other: str,
                shape: tuple[int, ...]) -> ShardedTensorFactory:
-    """Asks for our tensor in Megatron's layout."""
+    """Return a factory that requests our tensor in Megatron's layout."""
     (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
     order = _swapped if swap else tuple
     whole, offset, parts = (list(order(one)) for one in (
@@ -133,13 +135,13 @@ def _as_native(leaf: ShardedTensor, name: str, other: str,
 
 def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
              known: set[str]) -> ShardedTensorFactory:
-    """Asks for Megatron's tensor in our layout."""
+    """Return a factory that requests Megatron's tensor in our layout."""
     names, swap = PAIRS[name]  # the gate is the first of two
     gated = len(names) == 2 and prefix + names[0] in known
 
     def convert(one: ShardedTensor) -> ShardedTensor:
         ours = names[-1]
-        axis = len(one.global_shape) - (2 if swap else 1)  # of the inner width
+        axis = len(one.global_shape) - (2 if swap else 1)  # the axis of the FFN's inner width
         whole, offset, parts = (list(values) for values in (
             one.global_shape, one.global_offset, one.axis_fragmentations))
         if gated:

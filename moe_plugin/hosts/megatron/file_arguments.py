@@ -5,13 +5,14 @@
       moe_router_load_balancing_type: [aux_loss, seq_aux_loss]
       swiglu: true
       disable_bias_linear: true     # or add_bias_linear: false, by the attribute's name
-    router: {fp32: true}            # ours, in the same file
+    router: {fp32: true}            # our settings, in the same file
 
-`megatron.num_layers=8` and `router.fp32=false` on the command line replace what the file says;
-flags win over both. The section becomes words in front of those of the command line, so that
-Megatron's own parser checks types and choices. In front of the section are Megatron's arguments
-for those of our settings in the file that it has arguments for (`num_experts: 8` becomes
-`--num-experts 8`); an argument that says otherwise is an error when a layer is built.
+Words such as `megatron.num_layers=8` and `router.fp32=false` on the command line override the
+file, and flags override both. The section `megatron` is converted to words that are put before
+the words of the command line, so that Megatron's own parser checks types and choices. If
+Megatron has an argument for one of our settings in the file, this argument is added before the
+section (`num_experts: 8` becomes `--num-experts 8`). A contradicting argument raises an error
+when a layer is built.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from moe_plugin.utils.yaml_file import read_yaml
 Flag = tuple[str, dict[str, Any]]
 
 FUSED_ADAM: Flag = ("moe-fused-adam", {
-    "action": "store_true", "help": "Adam by torch's fused kernels, on CPU and GPU, where Megatron "
-    "uses torch's Adam (without Apex and Transformer Engine); equal up to rounding"
+    "action": "store_true", "help": "use torch's fused Adam kernels on CPU and GPU if Megatron "
+    "would use torch's Adam (without Apex and Transformer Engine); results differ only by rounding"
 })
 LOG_FILE: Flag = ("log-file", {
-    "help": "JSONL file, one object a logged iteration; default: log.jsonl in --save"})
+    "help": "JSONL file with one object per logged iteration; default: log.jsonl in --save"})
 STAGE_LAYOUTS: Flag = ("stage-layouts", {
     "nargs": "+", "metavar": "tp=N,ep=N",
-    "help": "pipeline stages of unequal layout, one entry a stage"})
+    "help": "pipeline stages with different layouts, one entry per stage"})
 NATIVE_MOE: Flag = ("native-moe", {
-    "action": "store_true", "help": "--spec moe_plugin.hosts.megatron.spec gives Megatron's own "
-    "MoE layer, for comparison"})
+    "action": "store_true", "help": "use Megatron's own MoE layer in --spec "
+    "moe_plugin.hosts.megatron.spec, for comparison"})
 TRUST: Flag = ("trust-checkpoint", {
-    "action": "store_true", "help": "load also checkpoints whose files could run code"})
+    "action": "store_true", "help": "also load checkpoints whose files could run code"})
 ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST
 
 
@@ -56,13 +57,13 @@ Parser = argparse.ArgumentParser
 
 @dataclass(frozen=True)
 class FileArguments:
-    """What a command line says of a file and of single settings.
+    """The arguments of a command line and of the settings file it names.
 
     Attributes:
-        words: the command line without settings of Megatron's; ours are flags there.
-        path: of the file; None: none is given.
-        section: Megatron's arguments by the names that the user gave.
-        settings: ours in the file, by dotted path.
+        words: the command line without Megatron's settings; our settings are converted to flags.
+        path: path of the file, or None without `--moe-config`.
+        section: Megatron's arguments by the names that the user wrote.
+        settings: our settings in the file, by dotted path.
     """
 
     words: list[str]
@@ -71,11 +72,13 @@ class FileArguments:
     settings: Mapping[str, Any]
 
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
-        """Words that give a parser Megatron's arguments of the file, and attributes for what no
-        word says.
+        """Return command-line words for Megatron's arguments in the file, and attributes without
+        words.
+
+        The attributes are the values of switches that no word on the command line can set.
 
         Raises:
-            ValueError: an argument that the parser does not have, or a value that none can be.
+            ValueError: the parser has no such argument, or the argument does not accept the value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
@@ -85,7 +88,9 @@ class FileArguments:
                         for word in self._words(parser, name, value, kept)], kept
 
     def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
-        """kept: takes the attributes of switches that no flag gives their value."""
+        """Return the words for one argument; attributes that no flag can set are added to
+        `kept`.
+        """
         key = str(name).replace("-", "_")
         if value is None:
             value = _Nothing
@@ -94,14 +99,14 @@ class FileArguments:
         ours = {spec.dest: spec.path for spec in setting_specs()}
         where = f"{SECTION}.{name}" + (f" of {short(self.path)}" if self.path else "")
         if key in ours or key in (CONFIG_FLAG.dest, TRUST_FLAG.dest):
-            remedy = f"write it as {ours[key]} beside" if ours.get(key) else \
-                "give it on the command line, not in"
-            raise ValueError(f"{where} is a setting of moe-plugin: {remedy} the section {SECTION}")
+            remedy = f"Write it as {ours[key]} outside" if ours.get(key) else \
+                "Pass it on the command line, not in"
+            raise ValueError(f"{where} is a setting of moe-plugin. {remedy} the section {SECTION}.")
         of_dest = [action for action in parser._actions if action.dest == key]
         if not of_dest and key not in by_flag:
             near = alike(key, {*by_flag, *(action.dest for action in parser._actions)})
             raise ValueError(f"{where} is not an argument of this script; {did_you_mean(near)}"
-                             "leave it out (all arguments: --help)")
+                             "leave it out (--help lists all arguments)")
         if value is _Nothing:
             return []
         if of_dest:
@@ -111,12 +116,14 @@ class FileArguments:
 
 
 class _Nothing:
-    """In the place of a value that a file leaves empty."""
+    """Placeholder for a value that a file leaves empty."""
 
 
 def reads_file(parser: Parser) -> Parser:
-    """The same parser, which takes the arguments in the file of `--moe-config`, and single settings
-    (`file_arguments`), before those of the command line.
+    """Make a parser read the file of `--moe-config` and single settings, and return the parser.
+
+    The arguments found there (see `file_arguments`) are parsed before the words of the command
+    line.
     """
     parse = parser.parse_known_args
 
@@ -124,7 +131,8 @@ def reads_file(parser: Parser) -> Parser:
     def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
         found = file_arguments(sys.argv[1:] if args is None else args)
         words, kept = found.before_those_of(parser)
-        # before argparse puts its defaults there, which others may have changed
+        # set before argparse fills in its defaults: argparse does not overwrite attributes that
+        # already exist
         namespace = argparse.Namespace() if namespace is None else namespace
         vars(namespace).update(kept)
         return parse([*words, *found.words], namespace)
@@ -134,11 +142,11 @@ def reads_file(parser: Parser) -> Parser:
 
 
 def file_arguments(words: Iterable[str]) -> FileArguments:
-    """What a command line says of a file and of single settings.
+    """Return the settings file and the single settings that a command line contains.
 
     Raises:
-        ValueError: a file that cannot be read, whose section is not one; a setting that does not
-            exist; `--yaml-cfg`.
+        ValueError: the file cannot be read, its section is not a mapping, a setting does not exist,
+            or `--yaml-cfg` is used.
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
@@ -146,9 +154,9 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
         name, _, value = word.partition("=")
         if name == "--yaml-cfg":
             raise ValueError(
-                "--yaml-cfg cannot be used with moe-plugin's launcher: with it Megatron takes no "
-                "argument from the command line, ours among them; write Megatron's arguments as "
-                f"the section {SECTION} of a file, and give {CONFIG_FLAG.flag} FILE")
+                "--yaml-cfg cannot be used with moe-plugin's launcher, because Megatron then "
+                "ignores the whole command line. Write Megatron's arguments into the section "
+                f"{SECTION} of a YAML file, and pass {CONFIG_FLAG.flag} FILE.")
         if name == CONFIG_FLAG.flag:
             path = value if "=" in word else next(iter(words[place + 1:]), None)
         trusted |= name == TRUST_FLAG.flag and value != "false"
@@ -170,12 +178,12 @@ def _section_of(path: str | None) -> dict[str, Any]:
         return {}
     if not isinstance(section, Mapping):
         raise ValueError(f"config file {short(path)}: {SECTION}={short(section)} must be a mapping "
-                         "of Megatron's arguments to values; write one below the other")
+                         "of Megatron's arguments to values. Write one argument per line.")
     return {str(name): value for name, value in section.items()}
 
 
 def _as_in_file(section: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """The same under the names by which the file gives them, with - or _."""
+    """Return the section with its names spelled as in the file, with - or _."""
     in_file = {name.replace("-", "_"): name for name in _section_of(path)}
     return {in_file.get(name.replace("-", "_"), name): value for name, value in section.items()}
 
@@ -190,22 +198,22 @@ def _value(text: str) -> Any:
 
 
 def _as_flag(path: str, text: str) -> str | None:
-    """A setting of ours by its dotted path as the flag that says the same; None: it is none."""
+    """Return the flag for one of our settings by its dotted path, or None for other paths."""
     specs = {spec.path: spec for spec in setting_specs()}
     if path in NATIVE_ARGUMENTS:
-        raise ValueError(f"{path}={short(text)} is set by Megatron's own argument: must be left "
-                         f"out; use {NATIVE_ARGUMENTS[path]}")
+        raise ValueError(f"{path}={short(text)} cannot be set here, because Megatron has its own "
+                         f"argument for it. Use {NATIVE_ARGUMENTS[path]}.")
     if path in specs:
         return f"{specs[path].flag}={text}"
     if path.split(".")[0] in {known.split(".")[0] for known in specs if "." in known}:
         raise ValueError(f"unknown key {short(path)}; {did_you_mean(alike(path, specs))}"
                          "see docs/config.md for all settings")
-    return None  # a value of a flag, or of the script's own
+    return None  # the word may be the value of a flag, or belong to the script
 
 
 def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
                   kept: dict[str, bool]) -> list[str]:
-    """Words that give the attribute of these actions a value."""
+    """Return the words that set the attribute of these actions to a value."""
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
             if isinstance(value, bool):
@@ -239,12 +247,12 @@ def _by_flag(where: str, action: argparse.Action, option: str, value: Any,
 
 def _with_value(where: str, action: argparse.Action, option: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
-        raise ValueError(f"{where}={short(value)} must be a value or a list; write it as on the "
-                         "command line")
+        raise ValueError(f"{where}={short(value)} must be a single value or a list. Write it as "
+                         "on the command line.")
     if action.nargs in (None, "?"):
         return [f"{option}={value}"]
     return [option, *map(str, value if isinstance(value, list) else [value])]
 
 
 def _no_switch(where: str, value: Any) -> ValueError:
-    return ValueError(f"{where}={short(value)} must be true or false; it is a switch")
+    return ValueError(f"{where}={short(value)} must be true or false, because it is a switch")

@@ -1,6 +1,4 @@
-"""Checks of what ranks compute: twins that compute one micro-batch, and votes on the
-gradients of a step.
-"""
+"""Checks of the ranks' results: twins that compute the same micro-batch, and votes on gradients."""
 
 from __future__ import annotations
 
@@ -29,11 +27,13 @@ Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              guard: GuardConfig | None = None) -> GuardConfig:
-    """What a run asks for.
+    """Return the checks that a run asks for.
 
-    guard: what its layers were built with; None: as in the settings.
+    guard: the guard settings with which the layers were built. Defaults to the guard settings in
+        `settings`.
     Raises:
-        ValueError: the run cannot have it; it names the setting, the reason and the remedy.
+        ValueError: the run does not support the checks. The message contains the setting, the
+            reason and the remedy.
     """
     guard = run_config(settings).guard if guard is None else guard
     if not (guard.twins or guard.votes):
@@ -42,8 +42,8 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              ("--native-moe", not getattr(args, "native_moe", False), "leave it out")]
     if guard.twins:
         refuse_unfit(
-            f"guard.twins={guard.twins}, which computes the whole model on each rank, once more "
-            "than the step does,", [
+            f"guard.twins={guard.twins}, which computes the whole model one additional time on "
+            "each rank,", [
                 *whole,
                 ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
                 ("--recompute-granularity", args.recompute_granularity is None, "leave it out")])
@@ -57,40 +57,42 @@ def _check_votes(args: argparse.Namespace, settings: Mapping[str, Any], guard: G
     balance, losses = args.moe_router_load_balancing_type, settings.get("losses") or {}
     stages, pipeline = args.pipeline_model_parallel_size, run_config(settings).pipeline
     refuse_unfit(
-        f"guard.votes={guard.votes}, where each worker (a rank, an expert-parallel group, a "
-        "pipeline) must compute and update the whole model by itself, and alike,", [
+        f"guard.votes={guard.votes}, where each worker (a rank, an expert-parallel group or a "
+        "pipeline) must compute and update the whole model independently and identically,", [
             *whole,
             ("--context-parallel-size", args.context_parallel_size == 1, "use 1"),
             ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size in (None, 1),
              "use 1"),
             ("embeddings that the first and the last stage share", stages == 1
              or args.untie_embeddings_and_output_weights,
-             "give --untie-embeddings-and-output-weights: their gradients are summed after the vote"
-             ),
+             "use --untie-embeddings-and-output-weights, because the gradients of tied weights are "
+             "summed after the vote"),
             ("--mtp-num-layers on several stages", stages == 1 or not args.mtp_num_layers,
-             "leave it out: its embedding's gradients are summed after the vote"),
+             "leave it out, because the gradients of its embedding are summed after the vote"),
             ("virtual stages", args.virtual_pipeline_model_parallel_size is None,
              "leave them out"),
             (f"pipeline.schedule={pipeline.schedule}", pipeline.schedule == "1f1b", "use 1f1b"),
             ("--stage-layouts", not getattr(args, "stage_layouts", None), "leave it out"),
             ("--use-distributed-optimizer", not args.use_distributed_optimizer,
-             "leave it out: what one rank updates for all cannot be voted on"),
+             "leave it out, because ranks cannot vote on parameters that only one rank updates"),
             ("--overlap-grad-reduce", not args.overlap_grad_reduce,
-             "leave it out: gradients would be summed before the vote"),
+             "leave it out, because gradients would be summed before the vote"),
             ("--calculate-per-token-loss", not args.calculate_per_token_loss,
-             "leave it out: it counts tokens of one rank's whole step"),
+             "leave it out, because it counts the tokens of one rank's whole step"),
             ("--moe-lighthouse", getattr(args, "moe_lighthouse", None) is None,
-             "leave it out: replicas' gradients are averaged, whatever they are"),
+             "leave it out, because it averages the replicas' gradients without a vote"),
             ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias
              or args.moe_router_bias_update_rate == 0,
-             "leave it out: its biases follow loads that every rank reports"),
+             "leave it out, because its biases follow the loads that every rank reports"),
             ("losses.global_batch", not losses.get("global_batch"), "use --moe-aux-loss-coeff"),
             ("--moe-router-load-balancing-type", "global" not in str(balance), "use aux_loss")])
 
 
 @contextmanager
 def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
-    """Around a check of twins in the steps of a run: what passes change in Megatron is as before.
+    """Restore the state that a check of twins changes in Megatron when the block ends.
+
+    Parameters are gathered and the chunks are set to training mode before the block starts.
     """
     losses = core.losses_so_far()
     gather(chunks)
@@ -101,23 +103,24 @@ def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 class FileSteps(StepVotes):
-    """`StepVotes` over micro-batches of all ranks, which every rank reads; the passes of each file
-    run by themselves.
+    """`StepVotes` over the micro-batches of all ranks, which every rank reads.
+
+    The forward and backward passes of each file run separately.
 
     Args:
-        guard: what is asked for.
-        chunks: one, whose reduction of gradients is turned off.
+        guard: the checks to run.
+        chunks: the single model chunk; its own reduction of gradients is turned off.
         config: `TransformerConfig`.
-        microbatches: of a step on each rank, without votes.
+        microbatches: number of micro-batches per step on each rank without votes.
     Raises:
-        ValueError: no such assignment for these ranks, files of different sizes, or a router that
-            follows loads which ranks report.
+        ValueError: no assignment exists for these ranks, files would have different sizes, or a
+            router follows loads that ranks report.
     """
 
     def __init__(self, guard: GuardConfig, chunks: Sequence[Any], config: Any,
                  microbatches: int) -> None:
         [self.chunk] = chunks
-        with refused_together("what stages say of their routers"):
+        with refused_together("the check of the stages' routers"):
             refuse_reported_loads(self.chunk)
         comm = comm_of(ps.get_expert_data_parallel_group())
         sharing = comm_of(ps.get_expert_model_parallel_group())
@@ -129,25 +132,27 @@ class FileSteps(StepVotes):
         total, parts = microbatches * comm.size * sharing.size, assignment.count * sharing.size
         if total % parts:
             raise ValueError(
-                f"guard.assignment={guard.assignment!r} cuts a step into {parts} parts, "
-                f"of which its {total} micro-batches must be a multiple; use another "
-                "--global-batch-size, or 'cyclic'")
-        # `finalize_model_grads` calls it
+                f"guard.assignment={guard.assignment!r} divides a step into {parts} parts, but the "
+                f"number of micro-batches, {total}, is not a multiple of {parts}. Use another "
+                "--global-batch-size, or guard.assignment='cyclic'.")
+        # `finalize_model_grads` would otherwise sum the gradients over all ranks after the vote
         self.chunk.finish_grad_sync = lambda **_: None
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """See `StepVotes`; `own` are those of all ranks."""
+        """Return this worker's micro-batches. `own` contains the micro-batches of all ranks."""
         return self.deal(own)
 
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
-        """Set all gradients of the step; sums of all ranks, of losses and tokens first, float64;
-        none where a stage is not the last.
+        """Compute all gradients of the step and return the logged sums of all ranks.
 
-        Collective.
+        The sums are float64, starting with the sum of losses and the number of tokens. On stages
+        other than the last stage the returned tensor is empty. This is a collective call.
 
         Args:
-            passes: Megatron's forward and backward passes of so many micro-batches.
-            sums: of what some micro-batches logged, float [2] or more.
+            passes: function that runs Megatron's forward and backward passes on the given number of
+                micro-batches.
+            sums: function that reduces the logged values of some micro-batches to a float tensor
+                [2] or longer.
         """
         config = self.config
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
@@ -161,15 +166,16 @@ class FileSteps(StepVotes):
         finally:
             config.finalize_model_grads_func = finalize
         agreed = self.agreed_sums(losses) if losses else torch.zeros(0)
-        # a micro-batch's loss is divided by the number that a rank has
+        # Megatron divides a micro-batch's loss by the number of micro-batches of one rank
         scale = 1 / self.ballots.sharing.size
         self.finish(scale, scale)
         finalize([self.chunk])
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Count each micro-batch once in Megatron's log of auxiliary losses, although several
-        workers have computed it.
+        """Count each micro-batch once in Megatron's log of auxiliary losses.
+
+        Without this correction a micro-batch would be counted by each worker that computes it.
 
         before: the log's sums before `compute`, see `core.losses_so_far`.
         """

@@ -1,14 +1,14 @@
-"""Run Megatron's own training script with our arguments in addition to its own.
+r"""Run Megatron's own training script with our arguments in addition to Megatron's arguments.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt.py \
         --spec moe_plugin.hosts.megatron.spec moe_layer --moe-config settings.yaml --num-experts 64
         ...
 
-The script is run unchanged; `pretrain_gpt_moe` without a path is the short one of this package
-(`examples`). Our arguments go in through the seam that Megatron has for a script's own,
-`extra_args_provider`; the layer reads them from Megatron's parsed arguments. Megatron's own may be
-in the file of `--moe-config`, too (`file_arguments`). Without a GPU, or with `--moe-cpu` before the
-script's name, it runs on CPU.
+The script is run unchanged. The name `pretrain_gpt_moe` without a path selects the short script of
+this package (`examples`). Our arguments are added through Megatron's `extra_args_provider`, which
+exists for arguments of scripts, and the layer reads them from Megatron's parsed arguments.
+Megatron's arguments can also be written into the file of `--moe-config` (see `file_arguments`).
+Without a GPU, or with `--moe-cpu` before the script's name, the script runs on the CPU.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ EXAMPLES = Path(__file__).with_name("examples")
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our generated flags, without those that have a native equivalent, and those of
-    `own_flags`, of ensembles and of replicas. The parser then reads the file of `--moe-config`.
+    """Add our generated flags to a parser and let the parser read the file of `--moe-config`.
 
-    For scripts that call Megatron's `pretrain` themselves.
+    Flags with a native equivalent are left out. The flags of `own_flags`, of ensembles and of
+    replicas are included. Scripts that call Megatron's `pretrain` directly can pass this function
+    to it.
     """
     for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
@@ -65,28 +66,31 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 class ScriptParser(Parser):
-    """Of a script: knows what Megatron does not say of its arguments."""
+    """Parser of a script, with remedies that Megatron's error messages lack."""
 
     def remedies(self, message: str) -> list[str]:
-        """See `Parser`."""
+        """Return remedies for an error message, see `Parser`."""
         if found := _LIST.match(message):
-            return [f"write a list of layers as '[{found[1]}]'"]
+            return [f"write the list of layers as '[{found[1]}]'"]
         return super().remedies(message)
 
 
 def chained(first: Provider | None) -> Provider:
-    """Our provider after the script's own; errors of the script's parser become short."""
+    """Return a provider that runs the script's own provider and then ours.
+
+    The script's parser is changed to report short errors.
+    """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if type(parser) is argparse.ArgumentParser:
-            parser.__class__ = ScriptParser  # which has no state of its own when it is made
+            parser.__class__ = ScriptParser  # safe, because its constructor adds no attributes
         return extra_args_provider(first(parser) if first is not None else parser)
 
     return provide
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `launch [--moe-cpu] SCRIPT ARGUMENTS...`; the status with which the process ends."""
+    """Run `launch [--moe-cpu] SCRIPT ARGUMENTS...` and return the exit status of the process."""
     argv = list(sys.argv[1:] if argv is None else argv)
     asked = argv[:1] == [CPU]
     argv = argv[asked:]
@@ -95,34 +99,38 @@ def main(argv: list[str] | None = None) -> int:
     _log_of_first_rank()
     on_cpu = asked or not torch.cuda.is_available()
     if on_cpu and not asked:
-        logger.info("no GPU is here: training on CPU")
+        logger.info("no GPU found: training on CPU")
     return status_of(os.path.basename(script), lambda: run(script, argv[1:], on_cpu),
                      script_arguments)
 
 
 def _log_of_first_rank() -> None:
-    """Show our own lines, of other ranks errors alone. Megatron, whose handlers are added where
-    there are none, keeps these.
+    """Show log lines of our package on the first process, and only errors on other processes.
+
+    Megatron adds its log handlers only if the root logger has none, so these handlers remain.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
 
 
 def _found(name: str) -> str:
-    """Path of a script: as given, or of the package's own by its name."""
+    """Return the path of a script, given by its path or by the name of a script of this package."""
     own = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
     if said := removed(name):
         raise SystemExit(said)
     if not os.path.isfile(name) and name not in own:
         raise SystemExit(
             f"usage: python -m moe_plugin.hosts.megatron.launch [{CPU}] SCRIPT ARGUMENTS...\n"
-            f"script {short(name)} not found; give the path of Megatron-LM's pretrain_gpt.py, or "
-            f"the name of a short script of this package: {', '.join(sorted(own))}")
+            f"Script {short(name)} not found. Pass the path of Megatron-LM's pretrain_gpt.py, or "
+            f"the name of a script of this package: {', '.join(sorted(own))}")
     return os.path.abspath(name) if os.path.isfile(name) else own[name]
 
 
 def _alone() -> None:
-    """Without torchrun this is a world of one, which Megatron knows from variables alone."""
+    """Set the environment of a single process if the script was started without torchrun.
+
+    Megatron reads the number of ranks only from environment variables.
+    """
     if "RANK" in os.environ:
         return
     with socket.socket() as free:
@@ -133,11 +141,12 @@ def _alone() -> None:
 
 
 def run(script: str, arguments: list[str], on_cpu: bool) -> None:
-    """Run the script at a path with these arguments, in this process."""
-    file_arguments(arguments)  # its errors come before Megatron is imported
+    """Run the script at a path with these arguments in this process."""
+    file_arguments(arguments)  # reports errors in the file before the slow import of Megatron
     sys.argv = [script, *arguments]
-    # its own modules; a source checkout has Megatron there, too: before anything imports Megatron,
-    # so that megatron.core and megatron.training are those of one tree
+    # The script imports modules from its own folder. A source checkout also contains Megatron
+    # there: the path must be set before Megatron is imported, so that megatron.core and
+    # megatron.training come from the same source tree.
     sys.path.insert(0, os.path.dirname(script))
     if on_cpu:
         script_cpu.enable()
@@ -150,7 +159,7 @@ def run(script: str, arguments: list[str], on_cpu: bool) -> None:
     extend_parse_args(chained)
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
-    # imported here: it imports Megatron, which may lie next to the script
+    # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import restricted
     from moe_plugin.hosts.megatron.compat.checkpointing import wrap
     from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end

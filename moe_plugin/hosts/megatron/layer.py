@@ -1,4 +1,4 @@
-"""Our MoE layer as Megatron's `MoELayer`."""
+"""Adapter that runs our MoE layer as Megatron's `MoELayer`."""
 
 from __future__ import annotations
 
@@ -54,30 +54,29 @@ logger = logging.getLogger(__name__)
 
 
 class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
-    """A drop-in for Megatron's `MoELayer` with our routing, dispatch and experts.
+    """A drop-in replacement for Megatron's `MoELayer` with our routing, dispatch and experts.
 
-    Arguments, groups, losses and log are Megatron's.
+    Arguments, process groups, auxiliary losses and logging are Megatron's.
 
-    It is a subclass so that Megatron's `isinstance` checks pass, and builds nothing of its parent.
-    Attributes: `router` (ours, or Megatron's where a native setting needs it), `experts`,
-    `fc1_latent_proj` and `fc2_latent_proj` with `moe_latent_size`,
-    `shared_experts` (Megatron's), `moe` (the `MoELayer` that
-    runs the first two), `last_stats` (`LayerStats` of the latest forward pass),
-    `observer` (called with the `LayerStats` of each pass, once where activations are recomputed),
-    `run_ends_steps` (a run calls `finish_step`: the layer does not look for a step's end).
+    The class inherits from Megatron's `MoELayer` only so that `isinstance` checks pass; the
+    parent's submodules are not built. Attributes: `router` (ours, or Megatron's router if a native
+    setting requires it), `experts`, `fc1_latent_proj` and `fc2_latent_proj` (only with
+    `moe_latent_size`), `shared_experts` (Megatron's), `moe` (the `MoELayer` that runs router and
+    experts), `last_stats` (the `LayerStats` of the latest forward pass), `observer` (called with
+    the `LayerStats` of each forward pass, but not of a recomputation), `run_ends_steps` (True if
+    the run calls `finish_step`, so that the layer does not detect the end of a step).
 
     Args:
         config: `TransformerConfig`.
-        submodules: `MoESubmodules` of the native spec; its shared experts and an injected router
-            are used, its experts are not.
+        submodules: `MoESubmodules` of the native spec. The shared experts and an injected router of
+            the spec are used, but the experts of the spec are ignored.
         layer_number: 1-based number of the transformer layer.
-        pg_collection: Megatron's process groups; None: from its global state.
-        settings: our settings, dotted paths (see `moe_plugin.config`); None: those among the
-            arguments of Megatron's training script, which has them when the launcher started it,
-            else defaults.
-        in_hybrid: in the stack of a `HybridModel`.
+        pg_collection: Megatron's process groups. Defaults to the groups in Megatron's global state.
+        settings: our settings by dotted path (see `moe_plugin.config`). Defaults to the settings
+            that the launcher added to the training script's arguments, or else to our defaults.
+        in_hybrid: whether the layer is part of the stack of a `HybridModel`.
     Raises:
-        ValueError: settings that neither side can honour; it names value, bound and remedy.
+        ValueError: a setting cannot be honoured. The message contains the value and a remedy.
     """
 
     @settings_errors()
@@ -88,9 +87,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         refuse_arguments()
         if in_hybrid and not config.is_hybrid_model:
             raise ValueError(
-                "is_hybrid_model=False in the stack of a HybridModel: must be True, else its "
-                "layers are numbered, and its weights drawn, as those of a GPT model; build "
-                "TransformerConfig(is_hybrid_model=True, ...)")
+                "is_hybrid_model=False in the stack of a HybridModel: must be True, because the "
+                "layers would otherwise be numbered and initialised like those of a GPT model. "
+                "Build the config with TransformerConfig(is_hybrid_model=True, ...).")
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         plan = replace(plan, config=with_vocabulary(plan.config, vocabulary_sizes(),
@@ -98,8 +97,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (
                 layer_numbers.last_layer_is_moe(config)):
             raise ValueError(
-                "router.pre_gate=1 does not fit mtp_num_layers, whose layers read other tokens "
-                "than the block before: must be 0; leave out one of the two")
+                "router.pre_gate=1 cannot be combined with mtp_num_layers, because the multi-token "
+                "prediction layers read other tokens than the block before. Remove one of the two.")
         groups = core.groups(pg_collection)
         core.init_base(self, config, layer_number, groups.collection, extra)
         self.submodules, self.groups, self.plan = submodules, groups, plan
@@ -112,14 +111,14 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
         self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
         if plan.config.batch_invariant and (plan.native_router or self.use_shared_expert):
-            raise ValueError("batch_invariant=True does not fit Megatron's own router or shared "
-                             "experts, whose products depend on the batch: must be False; leave "
-                             "out --moe-batch-invariant")
+            raise ValueError("batch_invariant=True cannot be used with Megatron's own router or "
+                             "shared experts, because their results depend on the batch. Leave "
+                             "out --moe-batch-invariant.")
         native = core.native_router(
             config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)
-        # its parts are registered before it: torch names a parameter by its first owner, so names
-        # are Megatron's (`router.*`, `experts.*`); state dicts: see `state`
+        # router and experts are registered before `moe`: torch names a parameter after the first
+        # module that owns it, so the names are Megatron's (`router.*`, `experts.*`)
         self.router = moe.router if native is None else native
         self.experts = moe.experts
         if moe.latent is not None:
@@ -142,7 +141,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self._clock = StepClock()
         self.run_ends_steps = False
         self._given_number: int | None = None
-        self.continues = False  # a slice of a micro-batch whose first slice has passed
+        self.continues = False  # True for all slices of a micro-batch except the first
         if layer_number is not None:
             self._follow_recipe(layer_number)
         self.last_stats: LayerStats | None = None
@@ -154,9 +153,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         experts = plan.config.experts
         if experts.store == "disk" and not (experts.store_path or "").endswith(".safetensors"):
             raise ValueError(
-                f"experts.store_path={experts.store_path!r} does not fit experts.store=disk in "
-                "Megatron, whose checkpoints are loaded into memory: must be a .safetensors file "
-                "with the experts of all layers (docs/offload.md), or use experts.store=host")
+                f"experts.store_path={experts.store_path!r} cannot be used with experts.store=disk "
+                "in Megatron, which loads its checkpoints into memory. Use a .safetensors file "
+                "with the experts of all layers (docs/offload.md), or experts.store=host.")
         router = None if native is None else NativeRouter(
             native, config.moe_router_topk, plan.native_balance, self.losses)
         moe = MoELayer(layer_config(config, plan.config),
@@ -192,7 +191,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         split_batch = comm_of(core.all_data_group(groups.collection), timeout_s)
         if not self.shares_tokens:
             return replace(host, loss_comm=split_loss, batch_comm=split_batch)
-        # tensor-parallel ranks route the same tokens, unless the layer splits these between them
+        # all tensor-parallel ranks route the same tokens; the layer may also split them
         return replace(host, loss_comm=parts(groups.context),
                        batch_comm=comm_of(groups.data, timeout_s), split_loss_comm=split_loss,
                        split_batch_comm=split_batch)
@@ -202,14 +201,13 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         muon.prepare(self.experts, self.moe.placement.shards)
         if self.plan.config.router.fp32:
             float32_parameters_first()
-        # else the layer does it
         split = self.groups.tensor.size() > 1 and not self.shares_tokens
         latent = () if self.moe.latent is None else self.moe.latent.parameters()
         for parameter in (*self.router.parameters(), *latent):
             parameter.sequence_parallel = self.config.sequence_parallel
             if split and not self.config.sequence_parallel:
-                # tokens are split over the tensor-parallel ranks here, so each has a part of these
-                # gradients; Megatron sums such parts only under sequence parallelism
+                # each tensor-parallel rank routes a part of the tokens and has only their part of
+                # these gradients; Megatron sums the parts only under sequence parallelism
                 parameter.register_hook(self._sum_over_tensor_ranks)
 
     def _sum_over_tensor_ranks(self, grad: Tensor) -> Tensor:
@@ -217,27 +215,28 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return comm.all_reduce(grad)
 
     def _follow_recipe(self, layer_number: int) -> None:
-        # multi-token prediction keeps the recipe in all its layers, as in Megatron
+        # as in Megatron, multi-token prediction layers use the recipe whatever their number is
         if self.plan.follows_recipe and not self._is_mtp and in_bf16(self.config, layer_number):
             self.experts.config = replace(self.experts.config, precision="ieee")
 
     @property
     def trace_key(self) -> tuple[str, int | None, int] | None:
-        """Block, depth of multi-token prediction and layer, as in Megatron's routing traces."""
+        """Return block, multi-token prediction depth and layer, as in Megatron's routing traces."""
         return None if self.layer_number is None else layer_numbers.trace_key(
             self.layer_number, self.config, self._prediction)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron; the number goes into the log's rows, and to a list of routers.
+        """Set the layer's number, which is used in log rows and routers. Megatron calls this
+        method.
 
-        The attribute `layer_number` is then that of `layer_numbers.in_model`.
+        The attribute `layer_number` is set to the number that `losses.in_model` returns.
         """
         self.layer_number = self._number_in_model(layer_number)
         self._given_number = layer_number
         if not self._number_parts(layer_number):
             _announce(self.plan)
         if self.plan.native_router:
-            self.router.set_layer_number(layer_number)  # part of Megatron's router interface
+            self.router.set_layer_number(layer_number)
 
     def _number_parts(self, layer_number: int) -> int | None:
         self._follow_recipe(layer_number)
@@ -248,7 +247,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return number
 
     def follow_groups(self, groups: core.MegatronGroups) -> None:
-        """Take the experts that `moe` has since its groups are others; see `resizing`."""
+        """Adopt new process groups and the experts that `moe` now has. See `resizing`."""
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router
@@ -267,27 +266,27 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
         Args:
             hidden_states: [s, b, h]; under sequence parallelism this rank's part of the sequence.
-            intermediate_tensors: of partial CUDA graphs; refused.
-            padding_mask: [b, s] bool, True = padding, as Megatron's code reads it. Padding is not
-                routed and gives zeros.
-        Returns: ([s, b, h], None): without a separate bias.
+            intermediate_tensors: tensors of partial CUDA graphs, which are not supported.
+            padding_mask: bool [b, s], True for padding, as in Megatron. Padding tokens are not
+                routed and their outputs are zero.
+        Returns: the outputs [s, b, h], and None because the layer has no separate bias.
         """
         if intermediate_tensors is not None:
             raise ValueError(
-                "partial CUDA graphs of the MoE layer are not supported; set "
-                "cuda_graph_impl='none' or scope 'attn'"
+                "Partial CUDA graphs of the MoE layer are not supported. Set "
+                "cuda_graph_impl='none' or limit the graphs to scope 'attn'."
             )
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
-            # its backward adds to main_grad, which no compiled graph knows of
+            # the backward pass adds to main_grad, which a compiled graph cannot express
             from moe_plugin.tuning.uncompiled import uncompiled
 
             return uncompiled(self.forward, hidden_states, None, padding_mask)
         if self.training and torch.is_grad_enabled() and setting(
                 self.config, "delay_wgrad_compute"):
             raise ValueError(
-                "delay_wgrad_compute=True does not fit a whole call of an MoE layer in training, "
-                "after which nothing takes its weights' gradients: must be False without the "
-                "schedule of overlap_moe_expert_parallel_comm=True; leave it out")
+                "delay_wgrad_compute=True cannot be used when an MoE layer is called as a whole in "
+                "training, because its weight gradients would never be computed. Leave it out, or "
+                "use the schedule of overlap_moe_expert_parallel_comm=True.")
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         if self.recompute and self.training:
             return recomputed(self._run, self.config, self.tp_group, hidden_states, real_SB), None
@@ -309,13 +308,13 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         store = self.plan.config.experts.store
         if store != "device" and self.training and torch.is_grad_enabled():
             raise ValueError(
-                f"experts.store={store} does not fit training in Megatron, whose gradient buffers "
-                "are on the device: must be device, except in evaluation")
+                f"experts.store={store} cannot be used for training in Megatron, which needs "
+                "gradient buffers on the device. Use experts.store=device, or only evaluate.")
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int,
                    overlapped: Callable[[], Tensor] | None) -> Tensor:
-        # every tensor-parallel rank has all tokens: each routes its own part of the sequence, as
-        # under sequence parallelism
+        # every tensor-parallel rank has all tokens, so each rank routes its own part of the
+        # sequence, as under sequence parallelism, to avoid repeated work
         length = x_SBD.shape[0]
         missing = -length % ranks
         if missing:
@@ -342,7 +341,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _before_routing(self, x_SBD: Tensor) -> TokenInfo | None:
         if self.plan.native_router:
             self.moe.router.batch_size = x_SBD.shape[1]
-        # a pre-gate begins its layer's step in the block before
+        # with a pre-gate, routing for this layer starts in the block before, so that the end of a
+        # step must be detected here
         if (has_own_gate(self.moe) and counts(self.training) and not self.continues
                 and self._clock.new_step(self._passes_a_step())):
             self._finish_step()
@@ -362,7 +362,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             finish_step(moe)
 
     def _observe(self, out: MoEOutput) -> None:
-        # counts one pass where activations are recomputed
+        # a recomputed forward pass must not be counted again
         if (torch.is_grad_enabled() and not replaying()) or not self.training:
             self.last_stats = out.stats
             if self.observer is not None and out.stats is not None:
@@ -373,9 +373,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Sharded tensors for Megatron's distributed checkpoint.
+        """Return the sharded tensors for Megatron's distributed checkpoint.
 
-        Experts are stored by global index, so that they load at any expert-parallel size.
+        Experts are stored by global index, so they can be loaded at any expert-parallel size.
         """
         groups = self.groups
         found: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
@@ -406,18 +406,18 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
 
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
-    """Our layers of a model's parts, in order."""
+    """Return our MoE layers in the given model chunks, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
 
 
 def _refused(name: str) -> Any:
     def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
         raise ValueError(
-            f"MoELayer.{name} is not a step of moe-plugin's layer: "
-            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}")
+            f"moe-plugin's layer does not implement MoELayer.{name}. "
+            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}.")
 
-    call.__name__, call.__doc__ = name, ("Not offered: a `ValueError` that names the setting to "
-                                         "change.")
+    call.__name__, call.__doc__ = name, ("Not supported. Raises a `ValueError` that names the "
+                                         "setting to change.")
     return call
 
 

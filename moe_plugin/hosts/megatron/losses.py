@@ -1,4 +1,4 @@
-"""Balance losses of a layer in Megatron's gradients and log."""
+"""Balance losses of a layer in Megatron's gradients and log, and the numbers of MoE layers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from moe_plugin.hosts.megatron.translate import LOSS_NAMES
 from moe_plugin.routing.replay import replaying
 
 
-# Which layer of its model an MoE layer is; those of multi-token prediction come after all others.
+# Layers of multi-token prediction are numbered after all other layers.
 def in_model(layer_number: int | None, config: Any, is_mtp: bool,
              prediction: int | None = None) -> int | None:
-    """1-based number among all transformer layers, as in Megatron's log of auxiliary losses.
+    """Return the 1-based number among all transformer layers, as in Megatron's auxiliary loss log.
 
     Args:
-        layer_number: Megatron's.
-        is_mtp, prediction: see `compat.sequence_parts`, which says how versions number.
+        layer_number: the number that Megatron assigned.
+        config: `TransformerConfig`.
+        is_mtp: whether the layer belongs to multi-token prediction.
+        prediction: number of the prediction, see `compat.sequence_parts`, which describes how
+            versions of Megatron number these layers.
     """
     if layer_number is None or not is_mtp:
         return layer_number
@@ -32,8 +35,10 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
 
 def trace_key(number: int, config: Any,
               prediction: int | None) -> tuple[str, int | None, int]:
-    """Block, depth of multi-token prediction and layer of layer `number` (see `in_model`), from 0,
-    as in Megatron's routing traces.
+    """Return block, depth of multi-token prediction and layer, from 0, as in Megatron's routing
+    traces.
+
+    number: number of the layer (see `in_model`).
     """
     place = number - 1 - config.num_layers
     if place < 0:
@@ -44,8 +49,10 @@ def trace_key(number: int, config: Any,
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
-    """MoE layers ahead of layer `number` (see `in_model`) on all pipeline stages; None: the pattern
-    of this hybrid model is not known.
+    """Return the number of MoE layers before layer `number` (see `in_model`) on all pipeline
+    stages.
+
+    The result is None if the layer pattern of a hybrid model is unknown.
     """
     pattern = _pattern(config)
     if pattern is None:
@@ -54,16 +61,19 @@ def moe_layers_before(config: Any, number: int) -> int | None:
 
 
 def last_layer_is_moe(config: Any) -> bool:
-    """True where the last layer, which those of multi-token prediction are like, is an MoE layer,
-    as far as is known.
+    """Return whether the last layer is an MoE layer; True if the layer pattern is unknown.
+
+    Layers of multi-token prediction have the same type as the last layer.
     """
     pattern = _pattern(config)
     return pattern is None or bool(pattern[config.num_layers - 1])
 
 
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
-    """Forward passes of a layer per micro-batch: `mtp_num_layers` for multi-token prediction with
-    one repeated layer (`mtp_use_repeated_layer`).
+    """Return the number of forward passes of a layer per micro-batch.
+
+    The number is `mtp_num_layers` if multi-token prediction repeats a single layer
+    (`mtp_use_repeated_layer`), and otherwise 1.
     """
     repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
     return config.mtp_num_layers if repeated else 1
@@ -74,8 +84,10 @@ def _layers_a_prediction(config: Any) -> int:
 
 
 def _hybrid_parts() -> tuple[str, str, int]:
-    """(symbols of the layers, of those of a prediction, number of predictions) of the hybrid model
-    that Megatron's script trains; empty for another one.
+    """Return the layer symbols, the layer symbols of a prediction, and the number of predictions.
+
+    The values describe the hybrid model that Megatron's script trains, and are empty for other
+    models.
     """
     main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")
     return main.replace("|", ""), predictions[0] if predictions else "", len(predictions)
@@ -86,7 +98,7 @@ def _pattern(config: Any) -> list[int] | None:
     if main:
         return [int(symbol == "E") for symbol in main + prediction * count]
     if setting(config, "is_hybrid_model", False):
-        return None  # its pattern is an argument of the model alone
+        return None  # the pattern is an argument of the model, which is not accessible here
     # an integer: layers 1, 1 + n, 1 + 2n ...; a list: one entry per layer
     pattern = config.moe_layer_freq
     if isinstance(pattern, (list, tuple)):
@@ -99,15 +111,15 @@ Count = int | Tensor
 
 @dataclass(frozen=True)
 class AuxiliaryLosses:
-    """How the balance losses of a layer join Megatron's.
+    """Connection of a layer's balance losses to Megatron's gradients and log.
 
     Attributes:
         config: `TransformerConfig`.
-        weights: by our names.
-        ranks: ranks that share a micro-batch's tokens and have parts of its losses.
-        timeout_s: of a collective call among them.
-        passes: forward passes per micro-batch that a loss is shared between, see
-            `layer_numbers.passes_a_microbatch`.
+        weights: weight of each loss, by our names.
+        ranks: ranks that share the tokens of a micro-batch and have parts of its losses.
+        timeout_s: timeout in seconds of a collective call among these ranks.
+        passes: number of forward passes per micro-batch over which a loss is divided, see
+            `passes_a_microbatch`.
     """
 
     config: Any
@@ -118,16 +130,17 @@ class AuxiliaryLosses:
 
     def attach(self, y: Tensor, losses: Mapping[str, Tensor], own_tokens: Count,
                layer_number: int | None) -> Tensor:
-        """`y`, whose backward pass adds the losses' gradients; logs them.
+        """Return `y` with a backward pass that adds the losses' gradients, and log the losses.
 
-        Under `calculate_per_token_loss` Megatron divides the gradients of a step by its tokens, so
-        that a loss counts once for every token of its micro-batch, on whichever ranks they are.
+        Under `calculate_per_token_loss` Megatron divides the gradients of a step by the number of
+        tokens. Therefore a loss is multiplied by the number of tokens of its micro-batch on all
+        ranks.
 
         Args:
             y: any activation of the layer.
-            losses: this rank's parts, raw scalars by our names.
-            own_tokens: this rank's, without padding.
-            layer_number: see `layer_numbers.in_model`.
+            losses: this rank's parts of the losses, raw scalars by our names.
+            own_tokens: number of this rank's tokens without padding.
+            layer_number: see `in_model`.
         """
         chosen = {name: weight for name, weight in self.weights.items()
                   if weight and name in losses}
@@ -137,7 +150,7 @@ class AuxiliaryLosses:
         group = self.ranks if self.ranks.size() > 1 else None
         for name, weight in chosen.items():
             loss = losses[name] / self.passes
-            # as Megatron: the z loss of a repeated layer is divided in the log alone
+            # as in Megatron, the z loss of a repeated layer is divided only in the log
             counted = losses[name] if name == "z" else loss
             y = core.attach_loss(y, weight * counted * scale)
             if not replaying():
@@ -146,14 +159,19 @@ class AuxiliaryLosses:
         return y
 
     def tokens(self, own: Count) -> Count:
-        """Tokens of the micro-batch on all ranks that share it; a collective call for a tensor."""
-        if isinstance(own, int):  # no padding: as many on each
+        """Return the number of tokens of the micro-batch on all ranks that share it.
+
+        If `own` is a tensor, this is a collective call.
+        """
+        if isinstance(own, int):  # without padding all ranks have the same number
             return own * self.ranks.size()
         return comm_of(self.ranks, self.timeout_s).all_reduce(own)
 
 
 def wanted(module: torch.nn.Module) -> bool:
-    """Whether a pass adds losses: not in evaluation, and not in the first pass of a recomputation,
-    which has no gradients.
+    """Return whether a pass adds losses.
+
+    Losses are not added in evaluation and in the first pass of a recomputation, which has no
+    gradients.
     """
     return module.training and torch.is_grad_enabled()

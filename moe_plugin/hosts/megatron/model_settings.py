@@ -1,4 +1,4 @@
-"""What a model computes, as its checkpoints state it, and whether a run's agrees."""
+"""Settings that define the computation of a model, and their comparison with a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_ARGUMENTS = (
     "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
     "moe_apply_probs_on_input", "moe_shared_expert_gate")
-# those that say which tensors there are, and those that change what is computed with them
+# _TENSORS decide which tensors the model has; _COMPUTED change only how they are used
 _TENSORS = ("add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "swiglu",
             "untie_embeddings_and_output_weights", "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate", "num_experts", "moe_latent_size")
@@ -32,8 +32,9 @@ _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embeddin
 
 
 def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """What the model computes, by the names of Megatron's arguments, and ours as "moe_plugin"; JSON
-    values, for checkpoints.
+    """Return the settings that define the model's computation, as JSON values for checkpoints.
+
+    Keys are the names of Megatron's arguments; our settings are stored under "moe_plugin".
     """
     found = {name: setting(config, name) for name in _OF_CONFIG}
     found.update({name: getattr(args, name, None) for name in _OF_ARGUMENTS})
@@ -42,8 +43,15 @@ def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """`ValueError` where what `model_settings` gave when a checkpoint was saved is of another model
-    than what it gives now; a warning where settings differ that no tensor's shape says.
+    """Compare the settings stored in a checkpoint with the settings of this run.
+
+    Args:
+        path: path of the checkpoint, for messages.
+        saved: result of `model_settings` when the checkpoint was saved.
+        mine: result of `model_settings` in this run.
+    Raises:
+        ValueError: a setting that decides which tensors the model has differs. For other settings
+            that change the computation a warning is logged.
     """
     saved, mine = _all_biases(saved), _all_biases(mine)
     both = [name for name in mine if name in saved and name != "moe_plugin"
@@ -52,22 +60,23 @@ def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any])
         if name in _TENSORS or name == "max_position_embeddings" and _learned(saved, mine):
             raise ValueError(differs(path, name, saved[name], mine[name]))
         if name in _COMPUTED:
-            logger.warning("checkpoint %s was trained with %s=%s, this run has %s", path, name,
-                           short(saved[name]), short(mine[name]))
+            logger.warning("checkpoint %s was trained with %s=%s, but this run uses %s", path,
+                           name, short(saved[name]), short(mine[name]))
 
 
 def _all_biases(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Megatron's script sets the second by the first, which conversions and configs leave apart
+    # Megatron's script sets add_qkv_bias whenever add_bias_linear is set; conversions and configs
+    # may set add_bias_linear alone
     return {**settings, "add_qkv_bias": True} if settings.get("add_bias_linear") else settings
 
 
 def _learned(*settings: Mapping[str, Any]) -> bool:
-    # positions are rows of a tensor; who does not say it agrees
+    # learned positions are rows of a tensor; a missing setting counts as learned_absolute
     name, learned = "position_embedding_type", "learned_absolute"
     return all(each.get(name, learned) == learned for each in settings)
 
 
 def differs(path: str, name: str, saved: Any, mine: Any) -> str:
-    """Message: a setting differs, with the remedy."""
-    return (f"checkpoint {path!r} has {name}={short(saved)}, this run has {name}={mine!r}; give "
-            "the same arguments as when it was saved, or another --load")
+    """Return the error message for a setting that differs from the checkpoint."""
+    return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={mine!r}. "
+            "Use the arguments with which the checkpoint was saved, or another --load.")

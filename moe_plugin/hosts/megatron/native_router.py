@@ -1,4 +1,4 @@
-"""Megatron's own router behind our router interface."""
+"""Adapter for Megatron's own router behind our router interface."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from moe_plugin.routing import RouterModule
 
 
 class NativeRouter(RouterModule):
-    """Calls a Megatron router and turns its (probs, routing_map) into a `Routing`.
+    """A router that calls a Megatron router and converts its (probs, routing_map) to a `Routing`.
 
-    Megatron's router attaches its losses to the probabilities and logs them itself.
-    `Routing.losses` has their values, without gradients, by their names in Megatron's log. The
-    router does not give its score distribution away, so the entropy is that of the chosen weights,
-    divided by their sum.
+    Megatron's router attaches its losses to the probabilities and logs the losses itself.
+    `Routing.losses` contains their values without gradients, by their names in Megatron's log. The
+    router does not expose its score distribution, so the entropy is computed from the weights of
+    the chosen experts, divided by their sum.
 
     Args:
         native: Megatron's router.
-        top_k: experts per token.
-        balances: whether its settings keep the load even, by a loss or otherwise.
-        losses: of the layer, whose ranks share the tokens; None: this rank has them all.
+        top_k: number of experts per token.
+        balances: whether the router's settings balance the load, by a loss or in another way.
+        losses: auxiliary losses of a layer that shares its tokens with other ranks, or None if this
+            rank has all tokens.
     """
 
     def __init__(self, native: nn.Module, top_k: int, balances: bool = True,
@@ -34,23 +35,24 @@ class NativeRouter(RouterModule):
         super().__init__()
         self.native, self.top_k, self.balances = native, top_k, balances
         self.losses = losses
-        # sequences in the next call; the layer sets it, for losses that are taken by sequence
+        # number of sequences in the next call; the layer sets it for losses per sequence
         self.batch_size = 1
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
                 top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
-        """Route tokens in Megatron's order, position after position: T = S * batch_size.
+        """Route tokens in Megatron's order, position by position: T = S * batch_size.
 
         Args:
-            x_TD: tokens.
-            mask_T: bool, True = real token.
-            top_k: only None or the configured number; Megatron's router has no other.
-            info: not read.
+            x_TD: the tokens.
+            mask_T: bool, True for real tokens.
+            top_k: None or the configured number, because Megatron's router supports no other
+                number.
+            info: ignored.
         """
         if top_k not in (None, self.top_k):
             raise ValueError(
-                f"top_k={top_k} cannot be used with Megatron's own router: must be {self.top_k}; "
-                "pass None"
+                f"top_k={top_k} cannot be used with Megatron's own router, which is configured "
+                f"with {self.top_k} experts per token. Pass None."
             )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])

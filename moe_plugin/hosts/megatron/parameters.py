@@ -1,5 +1,5 @@
-"""Expert parameters in Megatron's terms: marks for its gradient buffers and clipping, initial
-values, checkpoint shards.
+"""Expert parameters in Megatron: marks for its gradient buffers and clipping, initial values, and
+checkpoint shards.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors
 
 
 def mark(experts: nn.Module) -> None:
-    """Set the attributes by which Megatron treats a parameter as an expert's.
+    """Set the attributes by which Megatron recognises expert parameters.
 
-    `allreduce = False`: the gradient goes to the expert buffers, summed over the ranks that store
-    the same experts and divided by the data-parallel size. Megatron's own layer uses the dense
-    buffers without expert parallelism; ours never does: the numbers are the same,
-    replicas are right also where experts are cut otherwise than dense layers, and the optimizer has
-    the same parts at every expert-parallel size, so that its checkpoint loads at another.
+    `allreduce = False`: the gradient is stored in the expert buffers, summed over the ranks that
+    store the same experts, and divided by the data-parallel size. Without expert parallelism
+    Megatron's own layer uses the dense buffers, but our layer always uses the expert buffers. Both
+    choices give equal results. Expert buffers are also correct if experts are split differently
+    from dense layers, and the optimizer then has the same parts at every expert-parallel size, so
+    its checkpoint can be loaded at another size.
     `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its
-    model-parallel group, each of which stores other experts (or other slices).
-    Biases are vectors to its optimizers.
+    model-parallel group, because each of these ranks stores different experts or slices.
+    Expert biases are treated as vectors by the optimizers.
     """
     biases_are_vectors()
     for parameter in experts.parameters():
@@ -39,17 +40,17 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Wait for what Megatron gathers of these parameters (`overlap_param_gather`).
+    """Wait until Megatron has gathered these parameters (`overlap_param_gather`).
 
-    It waits in a hook before the forward of the module that has them. Experts are also used
-    without their forward: gathered (r = 0), broadcast, or token by token. Where their forward is
-    called as well, the hook finds nothing left to do.
+    Megatron waits in a hook before the forward pass of the module that owns the parameters. Our
+    layer also uses experts without calling their forward pass: gathered (r = 0), broadcast, or
+    token by token. If the forward pass is called as well, the hook has nothing left to do.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(
             "Megatron-FSDP around moe-plugin's MoE layer is not supported, because its results "
-            "have not been compared with Megatron's own: must be DistributedDataParallel; use it, "
-            "with use_distributed_optimizer=True")
+            "have not been compared with Megatron's own. Use DistributedDataParallel with "
+            "use_distributed_optimizer=True.")
     for key, hook in tuple(experts._forward_pre_hooks.items()):
         of_megatron = (hook.__module__ or "").startswith("megatron.")
         if of_megatron and key not in experts._forward_pre_hooks_with_kwargs:
@@ -57,13 +58,13 @@ def wait_for(experts: nn.Module) -> None:
 
 
 def gather(chunks: Iterable[Any]) -> None:
-    """Complete the parameters after a step, before anything but the next step reads them.
+    """Gather the parameters after a step, so that code other than the next step can read them.
 
-    Under `overlap_param_gather` each rank has the new values of its own shards only, until the next
-    step's forward pass gathers them. A collective call.
+    Under `overlap_param_gather` each rank has new values only for its own shards until the forward
+    pass of the next step gathers the parameters. This is a collective call.
 
     Args:
-        chunks: of the model, in their data-parallel wrappers.
+        chunks: chunks of the model, in their data-parallel wrappers.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -72,9 +73,10 @@ def gather(chunks: Iterable[Any]) -> None:
 
 def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
-    """Fill expert weights by Megatron's init methods, the same on any number of ranks.
+    """Initialise expert weights with Megatron's init methods, identically on any number of ranks.
 
-    One draw from torch's generator seeds all experts by their global index. Biases become zero.
+    A single draw from torch's generator seeds all experts by their global index. Biases become
+    zero.
     """
     base = int(torch.randint(2**31, ()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -91,7 +93,9 @@ def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tens
 
 
 def initialise_linear(linear: nn.Linear, weight_init: Callable[[Tensor], Any]) -> None:
-    """Fill a linear map's weights by one of Megatron's init methods; a bias becomes zero."""
+    """Initialise the weights of a linear layer with one of Megatron's init methods; a bias
+    becomes zero.
+    """
     with torch.no_grad():
         weight = torch.empty(linear.weight.shape, dtype=torch.float32)
         weight_init(weight)
@@ -111,11 +115,11 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
 
 def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Megatron sharded tensors of the expert parameters, global shape [E, ...].
+    """Return Megatron sharded tensors of the expert parameters, with global shape [E, ...].
 
     Args:
-        prefix: of the state-dict keys, with a trailing dot.
-        offsets: axes that Megatron puts before ours (layers).
+        prefix: prefix of the state-dict keys, with a trailing dot.
+        offsets: the leading axes that Megatron adds, such as the layer axis.
     """
     ahead = len(offsets)
     replica = (0, 0, dist.get_rank(groups.expert_replicas))
@@ -132,11 +136,11 @@ def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, 
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGroups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """A parameter that every rank of a pipeline stage stores, saved as `name`.
+    """Return the sharded tensor of a parameter that every rank of a pipeline stage stores.
 
     Args:
-        key: its state-dict key.
-        name: in the checkpoint.
+        key: key of the parameter in the state dict.
+        name: name of the parameter in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {

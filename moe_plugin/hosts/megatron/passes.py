@@ -1,8 +1,10 @@
-"""Forward and backward passes of Megatron's own loop, begun again where a feature of the run asks
-for it, or computed by votes; and a look at a step's first micro-batch.
+"""Forward and backward passes of Megatron's own loop with the features of a run.
 
-Megatron takes the function that runs the passes from `get_forward_backward_func`, and gives it
-iterators over micro-batches.
+A feature may repeat the passes or compute them by votes. The module can also read the first
+micro-batch of a step in advance.
+
+Megatron gets the function that runs the passes from `get_forward_backward_func` and calls this
+function with iterators over micro-batches.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from moe_plugin.training.run import Run
 
 
 def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `get_forward_backward_func` whose passes a run's features see.
+    """Wrap Megatron's `get_forward_backward_func` so that a run's features control the passes.
 
-    run: as it is in each step.
+    run: function that returns the current run.
     """
 
     def found(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -47,7 +49,7 @@ def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[...
 
 
 def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any]) -> Logged:
-    """The passes, begun again until their rows fit."""
+    """Run the passes and repeat them until their rows fit."""
 
     def once() -> Logged:
         logged = native(**given)
@@ -75,7 +77,7 @@ def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any])
 
 
 class Rewindable:
-    """An iterator whose items come again after `rewind`."""
+    """An iterator that returns its items again after `rewind`."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._seen, self.at = source, list[Any](), 0
@@ -87,23 +89,28 @@ class Rewindable:
         if self.at == len(self._seen):
             self._seen.append(next(self._source))
         self.at += 1
-        return copy.copy(self._seen[self.at - 1])  # a script may take entries out of a batch
+        return copy.copy(self._seen[self.at - 1])  # a script may remove entries from a batch
 
     def rewind(self) -> None:
-        """Begin again."""
+        """Start again from the first item."""
         self.at = 0
 
     def rest(self, begin: int) -> Iterator[Any]:
-        """What follows so many items, of which none is kept any longer."""
+        """Return an iterator over the items after the first `begin` items. These items are not
+        retained.
+        """
         later = self._seen[begin:]
         return itertools.chain(later, self._source) if later else self._source
 
 
 @contextmanager
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
-    """Around a step, which is lost where a replica of the run is: to make it again, call what is
-    yielded, and its micro-batches come again; with a number, those of the step so many later,
-    whose state was taken. What the next iteration reads stays. Without replicas nothing is kept.
+    """Yield a function that restarts the current step if a replica of the run is lost.
+
+    The function must be called with a number n. With n = 0 the step's micro-batches are read again.
+    With a larger n the micro-batches of the n-th following step are read, because the state of that
+    step was received from another replica. The data of the next iteration is not consumed. Without
+    replicas no data is retained.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
@@ -112,7 +119,7 @@ def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
     found = [each for each in found if each is not None]
     logged = core.losses_so_far()
     kept = [Rewindable(each.iterable) for each in found]
-    sizes = list[int]()  # what an attempt reads of each
+    sizes = list[int]()  # number of micro-batches that one attempt reads from each iterator
 
     def again(later: int) -> None:
         core.set_logged_losses(logged)
@@ -130,16 +137,17 @@ def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
 
 
 def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
-    # Megatron's iterator keeps what it has read of another one, to read it again
+    # Megatron's rerun iterator wraps another iterator and replays its items; only the wrapped
+    # iterator is replaced
     for iterator, source in zip(iterators, sources, strict=True):
         iterator.iterable = source
 
 
 def read_over(iterators: Any, count: int) -> None:
-    """Take the micro-batches of a step that is not made from each iterator that this rank has.
+    """Read and discard the micro-batches of a skipped step from each iterator of this rank.
 
-    Megatron's `dummy_train_step` reads on the first tensor-parallel rank alone, where scripts may
-    read on all, and knows no virtual stages.
+    Megatron's `dummy_train_step` is not used: it reads only on the first tensor-parallel rank,
+    although scripts may read on all ranks, and does not support virtual stages.
     """
     found = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):
@@ -150,11 +158,13 @@ def read_over(iterators: Any, count: int) -> None:
 
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
-    """The passes of the files that this rank computes: what they logged is that of all files."""
+    """Run the passes of the files that this rank computes and return the logged values of all
+    files.
+    """
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
     total = given["num_microbatches"] * ps.get_data_parallel_world_size()
-    run.batches([None] * total if iterator is None  # a stage between the first and the last
+    run.batches([None] * total if iterator is None  # a middle stage reads no data
                 else list(itertools.islice(Rewindable(iterator), total)))
     sizes = dict[str, int]()
 
@@ -175,17 +185,18 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
         return done
 
     agreed = run.compute(once, lambda: core.set_logged_losses(kept)).float()
-    if not sizes:  # losses are the last stage's
+    if not sizes:  # only the last stage has losses
         return []
     found = dict(zip(sizes, agreed.split([*sizes.values()]), strict=True))
     device = next(votes.chunk.parameters()).device
-    # two numbers are a sum and its tokens, of which Megatron takes the ratio; one is a mean
+    # two numbers are a sum and its number of tokens, and Megatron computes their ratio; a single
+    # number is a mean
     return [{name: (value if value.numel() > 1 else value / total).to(device)
              for name, value in found.items()}]
 
 
 def first_batch(iterators: Any) -> Any:
-    """The micro-batch that comes next, which comes all the same; None: this rank reads none."""
+    """Return the next micro-batch without consuming it, or None if this rank reads no data."""
     iterator = iterators[0] if isinstance(iterators, list) else iterators
     if iterator is None:
         return None
@@ -195,9 +206,9 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """The loss of a micro-batch, without the wrappers of the model.
+    """Return the loss of a micro-batch, computed without the wrappers of the model.
 
-    given: what Megatron gives to `train_step`.
+    given: the arguments with which Megatron calls `train_step`.
     """
     with _results_not_validated():
         output, loss = given["forward_step_func"](iter([batch]), bare(given["model"][0]))
@@ -207,7 +218,10 @@ def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
 
 @contextmanager
 def _results_not_validated() -> Iterator[None]:
-    """Inside, a script's loss may ask Megatron to validate it, which it does in a step alone."""
+    """Turn off Megatron's validation of results inside the block.
+
+    A script's loss function may request this validation, which Megatron supports only in a step.
+    """
     machine = get_rerun_state_machine()
     machine.validate_result = lambda *_, **__: None
     try:
@@ -217,14 +231,14 @@ def _results_not_validated() -> Iterator[None]:
 
 
 def bare(chunk: Any) -> Any:
-    """A part of the model without wrappers of data parallelism and of precision."""
+    """Return a model chunk without its wrappers for data parallelism and precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 class _Ahead:
-    """An iterator that can be asked what comes next."""
+    """An iterator that can return its next item without consuming it."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._next = source, list[Any]()

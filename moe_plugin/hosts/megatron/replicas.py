@@ -1,5 +1,7 @@
-"""Replicas of a run that come and go, by torchft: what their arguments must be, and what a run of
-Megatron's own loop tells of itself.
+"""Replicas of a run that join and leave, managed by torchft.
+
+The module checks the arguments and provides the state that a run on Megatron's own loop exchanges
+with its replicas.
 """
 
 from __future__ import annotations
@@ -18,32 +20,39 @@ from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
 
 FLAGS: tuple[Flag, ...] = (
     ("moe-lighthouse", {
-        "help": "http://HOST:PORT of a torchft lighthouse: this run is one replica of several that "
-        "come and go (docs/replicas.md); default: it is the only one"}),
+        "help": "http://HOST:PORT of a torchft lighthouse, which makes this run one of several "
+        "replicas that may join and leave (docs/replicas.md); default: no replicas"}),
     ("moe-replica", {"type": int, "default": 0,
                      "help": "number of this run among the replicas of --moe-lighthouse"}))
 
 
 def check(args: argparse.Namespace) -> bool:
-    """Whether the run is one replica of several. `ValueError`: it cannot be."""
-    # peers average weights, in float32
+    """Return whether the run is one of several replicas.
+
+    Raises:
+        ValueError: an argument cannot be combined with replicas.
+    """
+    # with average_every peers average float32 weights, so half-precision gradients are allowed
     halves = not settings_from_flags(vars(args)).get("offload.average_every") and (
         getattr(args, "fp16", False) or getattr(args, "bf16", False))
     return is_replica(args.moe_lighthouse, args.moe_replica, lambda: [
         ("--fp16, --bf16 and --use-distributed-optimizer",
          not (halves or args.use_distributed_optimizer),
-         "leave these three out: replicas average float32 gradients of whole parameters"),
+         "leave these three out, because replicas average float32 gradients of whole parameters"),
         ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias,
-         "its biases follow each replica's own loads; use --moe-router sigmoid_bias")])
+         "use --moe-router sigmoid_bias, because Megatron's biases follow only the loads of one "
+         "replica")])
 
 
 def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
              scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
-    """The place of a run among its replicas; None: it is the only one.
+    """Return the place of a run among its replicas, or None without replicas.
 
     Args:
-        models: of this rank, without wrappers. optimizer: Megatron's outermost one. scheduler: of
-            its learning rate. taken: see `Script`; it is written.
+        models: the models of this rank, without wrappers.
+        optimizer: Megatron's outermost optimizer.
+        scheduler: scheduler of the learning rate.
+        taken: see `Script`. This dictionary is modified.
     """
     if not args.moe_lighthouse:
         return None
@@ -61,7 +70,8 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
         return taken.get(done(), done()), scheduler.num_steps
 
     def take(iteration: int, samples: int) -> None:
-        # Megatron's loop goes on after the present step: it reads the data of those between
+        # Megatron's loop continues after the current step: it skips the iterations between the
+        # current and the received one, but reads their data
         mine, scheduler.num_steps = done(), samples
         taken[mine] = iteration
         given["iterations_to_skip"] = [*given["iterations_to_skip"],

@@ -1,7 +1,7 @@
-"""`--moe-expert-parallel-at`: another expert-parallel size between two steps of Megatron's loop.
+"""`--moe-expert-parallel-at`: a change of the expert-parallel size between two steps.
 
-Groups of dense layers, the optimizer, the wrapper of the model and the scheduler stay the same
-objects: the loop has them in its hands.
+Megatron's loop has references to the groups of dense layers, the optimizer, the model's wrapper and
+the scheduler. Therefore these objects are modified and not replaced.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ MUST_BE_ONE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_tensor_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 MUST_BE_OFF = {
-    "native_moe": "Megatron's own layer cannot change",
-    "use_distributed_optimizer": "a parameter's state lies in parts on other ranks",
-    "use_megatron_fsdp": "a parameter lies in parts on other ranks",
-    "use_torch_fsdp2": "a parameter lies in parts on other ranks",
-    "optimizer_cpu_offload": "the optimizer's state is elsewhere",
-    "moe_lighthouse": "replicas would have experts on other ranks than this one",
-    "overlap_moe_expert_parallel_comm": "its passes have the old experts",
-    "delay_wgrad_compute": "its hooks have the old experts",
-    "enable_cuda_graph": "a graph has the old experts",
-    "external_cuda_graph": "a graph has the old experts",
-    "async_save": "a checkpoint that is being written reads what changes",
+    "native_moe": "Megatron's own layer cannot change its size",
+    "use_distributed_optimizer": "the state of a parameter is split over ranks",
+    "use_megatron_fsdp": "parameters are split over ranks",
+    "use_torch_fsdp2": "parameters are split over ranks",
+    "optimizer_cpu_offload": "the optimizer's state is offloaded",
+    "moe_lighthouse": "replicas would have experts on different ranks",
+    "overlap_moe_expert_parallel_comm": "its passes would use the old experts",
+    "delay_wgrad_compute": "its hooks would use the old experts",
+    "enable_cuda_graph": "a graph would use the old experts",
+    "external_cuda_graph": "a graph would use the old experts",
+    "async_save": "the parameters could change while a checkpoint is written",
 }
 
 
 def check(args: argparse.Namespace, run: RunConfig) -> None:
-    """`ValueError` where a run cannot change its size: setting, reason and remedy."""
+    """Raise a `ValueError` if a run cannot change its expert-parallel size.
+
+    The message contains the setting, the reason and the remedy.
+    """
     sizes = run.resize.expert_parallel_at
     if not sizes:
         return
@@ -50,23 +53,24 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
     graphs = getattr(args, "cuda_graph_impl", None)
     refuse_unfit(f"resize.expert_parallel_at={sizes}", [
         *((flag(name), getattr(args, name, None) in (None, 1),
-           "experts move between whole data-parallel ranks; use 1") for name in MUST_BE_ONE),
-        *((flag(name), not getattr(args, name, None), f"{why}; leave it out")
+           "use 1, because experts move between whole data-parallel ranks")
+          for name in MUST_BE_ONE),
+        *((flag(name), not getattr(args, name, None), f"leave it out, because {why}")
           for name, why in MUST_BE_OFF.items()),
         (f"--cuda-graph-impl {graphs}", graphs in (None, "none"),
-         "a graph has the old experts; leave it out"),
+         "leave it out, because a graph would use the old experts"),
         (f"--optimizer {args.optimizer}", args.optimizer in ("adam", "sgd"), "use adam or sgd"),
         *((f"--num-experts {args.num_experts}", args.num_experts % size == 0,
-           f"{size} expert-parallel ranks must divide it, as in Megatron; use a divisor")
+           f"the number of experts must be divisible by {size}; choose a divisor")
           for size in sizes.values())])
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
-    """The changes that a script's run is asked for; None also where it only evaluates.
+    """Return the changes of size that a run asks for, or None without changes or training.
 
     Args:
-        chunks: of the model, wrapped.
-        optimizer: Megatron's.
+        chunks: chunks of the model, with their wrappers.
+        optimizer: Megatron's optimizer, or None if the model is only evaluated.
     """
     if optimizer is None or not run.resize.expert_parallel_at:
         return None
@@ -87,7 +91,7 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
 
 
 def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
-    """Let a model follow the present groups."""
+    """Adapt a model to the current process groups."""
     model, groups = bare(chunk), core.groups(None)
     layers = plugin_layers(model)
     experts = (p for layer in layers for p in layer.experts.parameters())

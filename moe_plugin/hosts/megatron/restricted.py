@@ -1,7 +1,9 @@
-"""No file that Megatron loads runs code, unless the run has `--trust-checkpoint`.
+"""Restrictions that prevent files which Megatron loads from running code.
 
-Megatron, torch and Transformer Engine open files in many places, which differ between versions. All
-of them call `torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`, so the limit is there.
+The restrictions apply unless the run has `--trust-checkpoint`. Megatron, torch and Transformer
+Engine open files in many places, which differ between versions. All these places call
+`torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`, so these four functions are
+restricted.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from moe_plugin.checkpoint.formats.megatron.torch_dist import ALLOWED
 from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
 from moe_plugin.utils.messages import short
 
-# the beginnings of the modules that unpickle what is in files, among others of these packages that
-# unpickle what ranks send to each other
+# prefixes of the names of modules that unpickle the contents of files; some modules of these
+# packages also unpickle objects that ranks send to each other
 _READERS = ("megatron.", "transformer_engine.", "torch.distributed.checkpoint.filesystem",
             "numcodecs.")
-# in the extra states of fp8 layers, which are pickles in tensors; torch's own load is restricted
+# classes in the extra states of fp8 layers, which are pickles stored in tensors
 _RECIPE = "transformer_engine.common.recipe."
 _EXTRA_STATE = {
     *(_RECIPE + name for name in (
@@ -38,20 +40,22 @@ _EXTRA_STATE = {
     "torch.storage.UntypedStorage"}
 _LISTED = {*ALLOWED, *_EXTRA_STATE}
 _OURS = "megatron.", "moe_plugin."
-# what was refused in this process: Megatron and torch make other errors of it, or end the process
-# with status 0
+# refusals in this process: Megatron and torch replace these errors with other errors, or end the
+# process with status 0, so the launcher raises the first refusal again
 refused: list[trust.UntrustedFile] = []
 
 
 def trusts_files() -> bool:
-    """Whether the run loads files that could run code. The command line says it before Megatron has
-    parsed its arguments, some of which it takes from a checkpoint.
+    """Return whether the run may load files that could run code.
+
+    The command line is checked, too, because Megatron loads a checkpoint before all its arguments
+    are parsed: some arguments are read from the checkpoint.
     """
     return trust.FLAG in sys.argv or bool(script_arguments().get("trust_checkpoint"))
 
 
 def restrict_loads() -> None:
-    """Restrict the loading of files to plain values and listed classes; stays for the life of the
+    """Restrict the loading of files to plain values and listed classes for the rest of the
     process.
     """
     torch.load = torch.serialization.load = _torch_load
@@ -81,14 +85,14 @@ def _torch_load(f: Any, *args: Any, **options: Any) -> Any:
 
 
 def _is_unlimited() -> bool:
-    """Whether the caller of the function that asks may unpickle anything."""
+    """Return whether the module that called the wrapped function may unpickle any class."""
     reader = str(sys._getframe(2).f_globals.get("__name__"))
     return not reader.startswith(_READERS) or trusts_files()
 
 
 def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`pickle.load` or `pickle.loads`, which reads listed classes only for the modules that read
-    files.
+    """Wrap `pickle.load` or `pickle.loads` so that modules which read files can load only listed
+    classes.
     """
     @functools.wraps(load)
     def call(source: Any, *args: Any, **options: Any) -> Any:
@@ -102,8 +106,9 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`numpy.load` without pickles in Megatron's modules: the indexes of its data sets are arrays
-    of numbers.
+    """Wrap `numpy.load` so that Megatron's modules cannot load pickles.
+
+    The indexes of Megatron's datasets are arrays of numbers, so they need no pickles.
     """
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
@@ -121,8 +126,10 @@ def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's reading of arguments from a checkpoint, whose `--spec` names a module to import:
-    one of the command's, of Megatron or of this package.
+    """Wrap Megatron's function that reads arguments from a checkpoint.
+
+    The `--spec` argument names a module to import. A spec from the checkpoint is accepted only if
+    it equals the command line's spec or names a module of Megatron or of this package.
     """
     @functools.wraps(read)
     def call(args: Any, *more: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Routing of rollouts, replayed by our layers in Megatron, in every layout of its ranks."""
+"""Replay of the expert choices of rollouts in our layers in Megatron, in every parallel layout."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
                     lengths: Sequence[int] | None = None) -> Iterator[None]:
-    """While open, the layers of this pipeline stage take the experts that samples were generated
-    with: around the call of the model in a script's `forward_step`. Recomputed layers repeat what
-    they chose, also later.
+    """Make the layers of this pipeline stage use the experts with which samples were generated.
 
-    Layers of multi-token prediction choose themselves: an engine has no choices for them.
+    Open this context around the call of the model in a script's `forward_step`. Recomputed layers
+    repeat their choices, also after the context has been closed.
+
+    Layers of multi-token prediction choose experts themselves, because an inference engine records
+    no choices for these layers.
 
     Args:
-        model: what `forward_step` is given.
-        ids_BSLK: of the whole micro-batch, before it is cut for context parallelism, as `padded`
-            and `packed` of `moe_plugin.routing.rollouts` give it. L: all layers of the model, or
-            those with experts.
-        lengths: of packed sequences; see `tokens_of_rank`.
+        model: the model that `forward_step` receives.
+        ids_BSLK: expert ids of the whole micro-batch, before it is split for context parallelism,
+            as returned by `padded` and `packed` of `moe_plugin.routing.rollouts`. L counts either
+            all layers of the model or only the layers with experts.
+        lengths: lengths of packed sequences; see `tokens_of_rank`.
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.
     """
@@ -38,14 +40,15 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
         yield
         return
     if found[0].moe.tokens.sharing is not None:
-        raise ValueError("parallel.replicas does not fit replay_rollouts, because ranks then share "
-                         "tokens in another order: must not be set; leave it out")
+        raise ValueError("parallel.replicas cannot be used with replay_rollouts, because ranks "
+                         "then share tokens in another order. Leave it out.")
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
     ids_TLK = tokens_of_rank(ids_BSLK, context=context, lengths=lengths)
     ids_BSLK = ids_TLK.view(ids_BSLK.shape[0], -1, *ids_TLK.shape[1:])
     group = found[0].groups.tensor
     part = (0, 1) if found[0].shares_tokens else (group.rank(), group.size())
-    if not found[0].config.sequence_parallel:  # a layer fills the sequence up before it cuts it
+    # without sequence parallelism a layer pads the sequence before splitting it over ranks
+    if not found[0].config.sequence_parallel:
         ids_BSLK = F.pad(ids_BSLK, (0, 0, 0, 0, 0, -ids_BSLK.shape[1] % part[1]), value=-1)
     ids_TLK = tokens_of_rank(ids_BSLK, sequence=part, sequence_first=True)
     places = [_place(layer, ids_TLK.shape[1]) for layer in found]
@@ -54,7 +57,9 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
 
 
 def _place(layer: PluginMoELayer, layers: int) -> int:
-    """Of the choices of a layer, where all layers of the model have some, or those with experts."""
+    """Return the index of a layer's choices in a tensor for all layers or for layers with
+    experts.
+    """
     number, count = layer.layer_number, layer.config.num_layers
     before, all_moe = (losses.moe_layers_before(layer.config, n)
                        for n in (number, count + 1))
@@ -62,5 +67,6 @@ def _place(layer: PluginMoELayer, layers: int) -> int:
         return int(number) - 1
     if layers == all_moe and before is not None:
         return before
-    raise ValueError(f"routed experts have {layers} layers: must be {count}, of all layers of the "
-                     f"model, or {all_moe}, of those with experts; give those of this model")
+    raise ValueError(f"The routed experts were recorded for {layers} layers, but this model has "
+                     f"{count} layers, and {all_moe} layers with experts. Pass the choices of this "
+                     "model.")

@@ -1,4 +1,6 @@
-"""What Megatron's training script tells the features of its run (`moe_plugin.training.run`)."""
+"""Information that Megatron's training script passes to the features of a run
+(`moe_plugin.training.run`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from moe_plugin.training.resilience.overflow import StepStart
 
 
 def of_stage(config: ObserveConfig) -> ObserveConfig:
-    """`observe` of this pipeline stage: one writer a file, so that later stages write their own."""
+    """Return the `observe` settings of this pipeline stage.
+
+    A file has only one writer, so every stage after the first writes a separate file.
+    """
     stage = ps.get_pipeline_model_parallel_rank()
     return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
         stage and config.jsonl) else config
@@ -23,11 +28,14 @@ def of_stage(config: ObserveConfig) -> ObserveConfig:
 
 def traced(config: ObserveConfig, args: Any,
            layers: Sequence[PluginMoELayer]) -> ObserveConfig:
-    """`observe` with what Megatron's `--moe-routing-trace-path` asks for. Of its own router
-    Megatron writes the trace itself.
+    """Return the `observe` settings with the trace that `--moe-routing-trace-path` asks for.
+
+    With Megatron's own router the settings are unchanged, because Megatron writes this trace
+    itself.
 
     Raises:
-        ValueError: another folder is given by `observe.trace`; more than the choices is asked for.
+        ValueError: `observe.trace` is another folder, or Megatron's arguments ask for a trace of
+            more than the expert choices.
     """
     path = getattr(args, "moe_routing_trace_path", None)
     if not path or layers[0].plan.native_router:
@@ -35,23 +43,24 @@ def traced(config: ObserveConfig, args: Any,
     for name in ("capture_logits", "capture_hidden_states", "dump_weights"):
         if getattr(args, f"moe_routing_trace_{name}", False):
             raise ValueError(
-                f"moe_routing_trace_{name}=True is not supported with moe-plugin's router: must be "
-                "False; leave it out")
+                f"moe_routing_trace_{name}=True is not supported with moe-plugin's router. Leave "
+                "it out.")
     if config.trace not in (None, path):
         raise ValueError(f"observe.trace={config.trace!r} contradicts --moe-routing-trace-path "
-                         f"{path!r}; give one of the two")
+                         f"{path!r}. Use only one of the two.")
     steps = getattr(args, "moe_routing_trace_max_training_iters", None) or config.trace_steps
     return replace(config, trace=path, trace_steps=steps)
 
 
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
-    """Layers by the names that records have."""
+    """Return the layers by the names that are used in records."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 
 class MegatronStart(StepStart):
-    """What passes of Megatron change, to begin them again: also the random generators that it keeps
-    for its parallel regions.
+    """A snapshot of the state that Megatron's passes change, used to repeat the passes.
+
+    The snapshot includes the random generators that Megatron uses in its parallel regions.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -60,6 +69,6 @@ class MegatronStart(StepStart):
         self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}
 
     def restore(self) -> None:
-        """Set them as they were."""
+        """Restore the saved state."""
         super().restore()
         self._tracker.set_states({name: state.clone() for name, state in self._states.items()})

@@ -1,5 +1,5 @@
-"""What the launcher adds to a run of Megatron's own training script: the features of a run, its
-log, token ids for routers that need them, torch's fused Adam, pipeline schedules.
+"""Additions of the launcher to a run of Megatron's own training script: the features and the log of
+a run, token ids for routers that need them, torch's fused Adam, and pipeline schedules.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ from moe_plugin.utils.regular_files import make_folder
 from moe_plugin.utils.run_feature import SkipStep, StepFacts, StepInput
 
 logger = logging.getLogger("moe_plugin.megatron")
-# begin of the settings that are read without our layer, too
+# prefixes of settings that have an effect even without our layer
 _OF_ANY_LAYER = "comm.timeout_s", "guard.", "offload.weights", "pipeline.", "swarm."
-_SEAM = "get_forward_backward_func"  # the training code imports it by name
+_SEAM = "get_forward_backward_func"  # imported by name into Megatron's training code
 
 
 def observe_script() -> Script:
-    """Make Megatron's `pretrain` call a run's features around its steps, write their log, hand
-    token ids to the layers, follow `--moe-fused-adam` and `--pipeline-schedule`; stays for the life
-    of the process. Close what it returns at the end.
+    """Connect a run's features to Megatron's `pretrain` for the rest of the process.
+
+    The features then run around Megatron's steps. The log, token ids for the layers,
+    `--moe-fused-adam` and `--pipeline-schedule` are connected, too. Close the returned object at
+    the end.
     """
     script = Script()
     guard_all_optimizers(lambda: script.run)
@@ -64,7 +66,7 @@ def observe_script() -> Script:
     replace_training("get_model", script.around_model)
     replace_training("dummy_train_step", lambda native: script.read_over)
     replace_training("build_pretraining_data_loader", script.around_loader)
-    # imported here: they import Megatron, which may lie next to the script
+    # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import script_stages
     from moe_plugin.hosts.megatron.passes import computed_by
     from moe_plugin.hosts.megatron.pipeline import scheduled
@@ -82,17 +84,17 @@ def observe_script() -> Script:
 def check_seam(settings: PipelineConfig) -> None:
     if settings.schedule != "1f1b" and _SEAM not in vars(training_module("training")):
         raise ValueError(
-            f"pipeline.schedule={settings.schedule!r} must be '1f1b' with this Megatron, whose "
-            f"megatron.training.training does not take its passes from {_SEAM}; leave it out")
+            f"pipeline.schedule={settings.schedule!r} is not supported by this Megatron version, "
+            f"because its megatron.training.training does not call {_SEAM}. Use 1f1b.")
 
 
 class Script:
-    """The features of the run that Megatron's training code makes, and its report.
+    """The features (`run`) and the report of the run; both are created with the model.
 
-    Attributes: both are made with the model. stepped: whether a step has begun.
-        passes: in the place of what Megatron's `get_forward_backward_func` returns; None: that, by
-            the schedule. stages: of unequal layout; None: all are alike. taken: by iterations done
-            when another replica's state was taken, those of that state.
+    Attributes: stepped: whether a step has started.
+        passes: replacement for the result of Megatron's `get_forward_backward_func`, or None.
+        stages: stages with different layouts, or None if all layouts are equal.
+        taken: the iteration of another replica's state, by the local iteration of its receipt.
     """
 
     def __init__(self) -> None:
@@ -101,12 +103,12 @@ class Script:
         self.stages, self._divisor = None, None  # type: Any, int | None
         self.taken = dict[int, int]()
         self._lock: FolderLock | None = None
-        self._save: Callable[[Mapping[str, Any]], None] | None = None  # in the place of Megatron's
-        self._forward_step: Any = None  # the script's
-        self._end: Callable[[], None] | None = None  # tells others that this run has ended
+        self._save: Callable[[Mapping[str, Any]], None] | None = None  # replaces Megatron's save
+        self._forward_step: Any = None  # the script's forward step
+        self._end: Callable[[], None] | None = None  # tells other processes that this run has ended
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Take what parsed arguments say of stages."""
+        """Read the stages from the parsed arguments."""
         from moe_plugin.hosts.megatron.script_stages import prepared
 
         self._divisor = getattr(args, "make_vocab_size_divisible_by", None)
@@ -117,12 +119,12 @@ class Script:
         return load()
 
     def _as_given(self) -> None:
-        # the model is built: checkpoints name, and Megatron compares, what was asked for
+        # the model is built; checkpoints store, and Megatron compares, the user's own value
         if self.stages is not None:
             script_arguments()["make_vocab_size_divisible_by"] = self._divisor
 
     def close(self) -> None:
-        """Close their files, and let other runs have the folder."""
+        """Close the run's files and release the lock of its folder."""
         self.run.close()
         if self._end is not None:
             self._end()
@@ -132,7 +134,7 @@ class Script:
             self._lock.release()
 
     def _hold_folder(self) -> None:
-        """Keep other runs from the folder of `--save`; the first rank does. Collective."""
+        """Lock the folder of `--save` on the first rank against other runs. Collective."""
         args = script_arguments()
         save = args.get("save")
         if not save or "://" in save:
@@ -179,7 +181,7 @@ class Script:
         return built
 
     def in_place(self, get: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-        """The same, but `passes` where they are set."""
+        """Return a function like `get` that returns `passes` if `passes` is set."""
         return lambda *args, **kwargs: self.passes or get(*args, **kwargs)
 
     def around_model(self, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +195,7 @@ class Script:
         return call
 
     def connect(self, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-        # imported once the script's arguments are parsed, because a layer spec follows them
+        # imported late, because the layer spec depends on the parsed arguments
         from moe_plugin.hosts.megatron.same_tokens import give_token_ids
         from moe_plugin.hosts.megatron.script_features import run_of
         from moe_plugin.hosts.megatron.script_report import ScriptReport
@@ -208,7 +210,7 @@ class Script:
         self.report.begin()
 
     def pipeline(self) -> PipelineConfig:
-        """The settings of pipeline stages."""
+        """Return the settings of pipeline stages."""
         return run_config(settings_from_flags(script_arguments())).pipeline
 
     def around_step(self, given: Mapping[str, Any], step: Callable[[], Any]) -> Any:
@@ -235,7 +237,7 @@ class Script:
         return done
 
     def read_over(self, data_iterator: Any) -> None:
-        """In the place of Megatron's `dummy_train_step`; see `passes.read_over`."""
+        """Replacement for Megatron's `dummy_train_step`; see `passes.read_over`."""
         from moe_plugin.hosts.megatron import passes
         from moe_plugin.hosts.megatron.compat import core
 
@@ -250,9 +252,7 @@ class Script:
         return done
 
     def _reached(self, iteration: int) -> int:
-        """Of an iteration's step: its own, or where another replica's state was taken that one's,
-        up to which Megatron's loop skips.
-        """
+        """Return an iteration's step, which jumps when another replica's state is received."""
         return self.taken.get(iteration - 1, iteration - 1) + 1
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
@@ -260,7 +260,7 @@ class Script:
             done = evaluate()
         self.run.after_evaluation(self.report.done if self.report is not None else 0)
         losses = done[0] if done else None
-        if isinstance(losses, Mapping):  # None: the time is up
+        if isinstance(losses, Mapping):  # None if the time limit was reached
             self.report.after_evaluation(losses)
         return done
 
@@ -274,8 +274,8 @@ class Script:
         reached = self._reached(given["iteration"])
         if reached != given["iteration"]:
             logger.warning(
-                "no checkpoint of iteration %d is written: weights are those of iteration %d, taken"
-                " from another replica; the next one is", given["iteration"], reached)
+                "no checkpoint of iteration %d is written, because weights of iteration %d were "
+                "received from another replica", given["iteration"], reached)
             return None
         if self._save is not None:
             save = functools.partial(self._save, given)
@@ -284,7 +284,7 @@ class Script:
         with _named("checkpoint"):
             done = save()
         written = not (given.get("non_persistent_ckpt")
-                       or script_arguments().get("async_save"))  # which is only scheduled
+                       or script_arguments().get("async_save"))  # written in the background
         if written and self.report is not None:
             self.report.saved(given["iteration"])
         return done
@@ -297,7 +297,7 @@ class Script:
 
             external = script_arguments().get("dataloader_type") == "external"
             if not external and split_of(dataset) in ("valid", "test") and not len(dataset):
-                return None  # of a split without a document, of which no sample is asked for
+                return None  # the split has no documents and is not used
             with of_all_ranks(build, dataset) if self.run.reduces else contextlib.nullcontext():
                 return build(dataset, *args, **kwargs)
 
@@ -306,7 +306,7 @@ class Script:
 
 def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
           ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Puts `around` about a function of Megatron's; it gets the arguments by name, and the call."""
+    """Wrap a Megatron function so that `around(arguments by name, call)` is called instead."""
 
     def replaced(native: Callable[..., Any]) -> Callable[..., Any]:
         names = inspect.signature(native)
@@ -322,7 +322,7 @@ def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
 
 
 def _in_collectives(what: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of Megatron's, whose collectives have a name in errors."""
+    """Wrap a Megatron function so that errors of its collectives contain the name `what`."""
 
     @functools.wraps(native)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -339,8 +339,8 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _refuse_unfit() -> None:
-    """Before a model is built, which takes minutes."""
-    # imported here: it imports Megatron, which may lie next to the script
+    """Check the arguments before the model is built, which takes minutes."""
+    # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import resizing
     from moe_plugin.hosts.megatron.guards import guard_of
     from moe_plugin.hosts.megatron.pipeline.base import refuse_virtual
@@ -353,19 +353,19 @@ def _refuse_unfit() -> None:
     _check_native(arguments)
     if arguments.get("skip_train") and not (
             arguments.get("load") or arguments.get("pretrained_checkpoint")):
-        raise ValueError("skip_train=True is out of bounds: must be False without --load; give the "
-                         "folder of the checkpoints to evaluate")
+        raise ValueError("skip_train=True needs a checkpoint to evaluate. Set --load to the folder "
+                         "of the checkpoints.")
     ensemble.ensemble_of(args)
     replicas.check(args)
     resizing.check(args, run_config(settings_from_flags(arguments)))
     given = getattr(args, "data_path", None) or ()
-    # one data set of Megatron's: scripts may take other paths, and several
+    # only a single local path is checked: scripts may accept other kinds of paths
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):
         check_prefix(given[0])
 
 
 def _check_native(arguments: Mapping[str, Any]) -> None:
-    """Of `--native-moe`: what our layer checks itself, and what nothing reads without it."""
+    """For `--native-moe`, make the checks of our layer and warn of settings without effect."""
     if not (arguments.get("native_moe") and arguments.get("num_experts")):
         return
     refuse_unknown(script_config())
@@ -374,17 +374,17 @@ def _check_native(arguments: Mapping[str, Any]) -> None:
     if unread:
         said = ", ".join(f"{path}={short(value)}" for path, value in unread.items())
         logger.warning("%s", as_given(
-            f"--native-moe: Megatron's own MoE layer does not read {said}; leave out one of the "
-            "two", arguments, NATIVE_ARGUMENTS))
+            f"--native-moe: Megatron's own MoE layer ignores {said}. Leave out one of the two.",
+            arguments, NATIVE_ARGUMENTS))
 
 
 def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:
-    """What is known of a step of the script's loop.
+    """Return the facts about a step of the script's loop.
 
     Args:
-        done: what `train_step` returned: the losses by name, whether the step was skipped, and
-            more.
-        left_out: why it changes no parameter.
+        number: number of the step.
+        done: result of `train_step`: losses by name, whether the step was skipped, and more.
+        left_out: the reason if the step changes no parameter.
     """
     losses, skipped = done[:2]
     lost = left_out is not None and left_out.lost
@@ -394,7 +394,7 @@ def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) ->
     total = arguments.get("train_iters")
     return StepFacts(
         number, made=not lost,
-        skipped=no_change and not arguments.get("fp16"),  # there a scale falls
+        skipped=no_change and not arguments.get("fp16"),  # with fp16 the loss scale is reduced
         tokens=arguments.get("global_batch_size", 0) * arguments.get("seq_length", 0),
         left=None if total is None else max(0, total - number),
         loss=None if loss is None else float(loss))

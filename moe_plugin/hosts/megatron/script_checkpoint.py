@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron's own loop: complete or absent, with checksums; where the newest one is
-damaged, the one before it.
+"""Checkpoints of Megatron's own loop: complete or absent, and with checksums.
 
-Of those that are waited for, in the format `torch_dist`, in a file system. Others stay as Megatron
-writes them.
+If the newest checkpoint is damaged, the previous checkpoint is loaded. This applies to synchronous
+checkpoints in the format `torch_dist` in a file system. Other checkpoints are written by Megatron
+without changes.
 """
 
 from __future__ import annotations
@@ -45,24 +45,26 @@ from moe_plugin.hosts.megatron.model_settings import check_settings
 from moe_plugin.hosts.megatron.stage_layouts import parse
 from moe_plugin.utils.regular_files import move_into_place, write_whole
 
-# Checkpoints that Megatron's own loop did not write, for it to load: of `moe-plugin reshard`, and
-# of the training loop that this package had before. Tensors are named as Megatron's; its script's
-# arguments, random states and the scheduler of learning rates are not there.
+# "Foreign" checkpoints were not written by Megatron's own loop, but by `moe-plugin reshard` or by
+# an earlier training loop of this package. Their tensors have Megatron's names, but they lack the
+# script's arguments, the random states and the learning-rate scheduler.
 logger = logging.getLogger("moe_plugin.megatron")
-# (the scheduler of the run,) inside `loading`: what reads a file is called by Megatron's code
+# (scheduler of the run,) inside `loading`; a context variable, because Megatron's code calls
+# `completed`
 _scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Whether a checkpoint of this kind has optimizer state; None: it is Megatron's own, whole.
+    """Return whether a checkpoint has optimizer state, or None for a checkpoint of Megatron's own
+    loop.
 
     Raises:
-        CheckpointError: it has one that only the ranks that wrote it can read.
+        CheckpointError: only the ranks that wrote the optimizer state can read it.
     """
     kept = source.values.get("megatron") or {}
     common = kept.get("common") or {}
     if not _is_foreign(common):
-        # `moe-plugin reshard` took the model alone out of Megatron's own
+        # `moe-plugin reshard` may have copied only the model from Megatron's checkpoint
         return None if "optimizer" in common or kept.get("sharding_type") else False
     refuse_other_optimizers(source)
     return "optimizer" in common
@@ -71,14 +73,17 @@ def optimizer_state(source: Source) -> bool | None:
 @contextmanager
 def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str, Any],
             scheduler: Any) -> Iterator[None]:
-    """Around Megatron's loading of a checkpoint; has_optimizer: see `optimizer_state`."""
+    """Prepare Megatron's arguments and scheduler while it loads a checkpoint in the block.
+
+    has_optimizer: see `optimizer_state`.
+    """
     asked = arguments.get("no_load_optim")
     if has_optimizer is None:
         yield
         return
     outer = _scheduler.set((scheduler,))
     if not has_optimizer and not asked and scheduler is not None:
-        logger.info("checkpoint %s has no optimizer state: the optimizer starts from zero", path)
+        logger.info("checkpoint %s has no optimizer state, so the optimizer starts from zero", path)
         arguments["no_load_optim"] = True
     try:
         yield
@@ -90,13 +95,13 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
 
 
 def completed(state: Any, path: str) -> Any:
-    """What Megatron's loop reads, with what it looks for there."""
+    """Add the entries that Megatron's loop expects to the loaded state of a foreign checkpoint."""
     given = _scheduler.get()
     if not isinstance(state, dict) or not _is_foreign(state) or not given:
         return state
     progress, [scheduler] = state["progress"], given
     samples = progress["consumed_samples"]
-    # of the run itself, with which Megatron then agrees; without random states
+    # the run's own arguments, so that Megatron finds no differences; without random states
     args = argparse.Namespace(**{
         **script_arguments(), "consumed_train_samples": samples, "skipped_train_samples": 0,
         "consumed_valid_samples": 0, "no_save_rng": True, "world_size": 0})
@@ -122,7 +127,7 @@ _STEP = re.compile(r"iter_(\d{7,})\Z")
 
 
 def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Around `dist_checkpointing.save`: it writes whole checkpoints."""
+    """Wrap `dist_checkpointing.save` so that checkpoints are either complete or absent."""
     final = str(given["checkpoint_dir"])
     step = _STEP.search(final)
     if step is None or "://" in final:
@@ -151,9 +156,11 @@ def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, ste
 
 
 def begin_again(final: str) -> None:
-    """Take the descriptions out of a folder that is written again in place: while files are old
-    and new ones, it must not pass for a whole one. `common.pt` goes with them: Megatron versions
-    that write none read one that an older version has left there in place of their own.
+    """Delete the descriptions in a folder before its checkpoint is overwritten in place.
+
+    While old and new files are mixed, the folder must not look like a complete checkpoint.
+    `common.pt` is deleted as well: Megatron versions that do not write this file would read a file
+    left there by an older version.
     """
     for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -161,9 +168,9 @@ def begin_again(final: str) -> None:
 
 
 def _description(step: int) -> dict[str, Any]:
-    # model and sizes are in Megatron's own files
+    # the model's settings and sizes are stored in Megatron's own files
     arguments = script_arguments()
-    # with the sizes of 1 that a command leaves out
+    # parsed and printed again, so that sizes of 1 that the command omits are included
     layouts = [str(one) for one in parse(arguments.get("stage_layouts") or [])]
     return {"model": {}, "layout": {"stage_layouts": layouts} if layouts else {}, "iteration": step,
             "megatron_core": core.core_version,
@@ -171,15 +178,17 @@ def _description(step: int) -> dict[str, Any]:
 
 
 def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
-    """Before a save; see `checkpoint_files.refuse_not_finite`."""
+    """Check the weights before a save; see `checkpoint_files.refuse_not_finite`."""
     arguments = script_arguments()
     if arguments.get("ckpt_format") == "torch_dist" and not arguments.get("use_megatron_fsdp"):
         files.refuse_not_finite(arguments["save"], chunks, optimizer)
 
 
 def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's `load_checkpoint`, which takes an older one where the newest is damaged, or where
-    the file that names it is missing.
+    """Wrap Megatron's `load_checkpoint` so that it loads the newest intact checkpoint.
+
+    An older checkpoint is loaded if the newest checkpoint is damaged. If the file that names the
+    newest checkpoint is missing, the newest folder is loaded.
     """
     signature = inspect.signature(load)
 
@@ -200,12 +209,13 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
                   scheduler: Any) -> Iterator[None]:
-    """Inside, Megatron's argument for the iteration to load names a whole checkpoint.
+    """Set Megatron's argument for the iteration to load to an intact checkpoint inside the block.
 
-    scheduler: of learning rates; None: the run only evaluates.
+    scheduler: learning-rate scheduler, or None if the run only evaluates.
     Raises:
-        CheckpointError: there are checkpoints, and none is whole; on every rank.
-        ValueError: there is none to evaluate.
+        CheckpointError: checkpoints exist, but no checkpoint is intact. The error is raised on
+            every rank.
+        ValueError: there is no checkpoint to evaluate.
     """
     asked = arguments.get("ckpt_step")
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
@@ -232,8 +242,10 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
-    """`script_foreign.optimizer_state`, once the checkpoint can be trusted and was saved with
-    settings like these (`model_settings.check_settings`); collective.
+    """Return `optimizer_state` of a checkpoint after checking its safety and its settings.
+    Collective.
+
+    The settings are compared by `model_settings.check_settings`.
     """
     found = files.on_first_rank(path, lambda: _found(path, arguments))
     return None if found is None else bool(found)
@@ -250,7 +262,7 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
             raise files.unreadable(path, error) from error
     try:
         source = open_checkpoint(Path(path), trusted)
-    except CheckpointError:  # Megatron may know it
+    except CheckpointError:  # Megatron may be able to read the format
         return None
     with source:
         check_settings(path, source.values["settings"], mine)
@@ -258,8 +270,8 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
 
 
 def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Around what loads of `dist_checkpointing`: it says which checkpoint cannot be loaded, and
-    what helps.
+    """Wrap a load function of `dist_checkpointing` so that its errors name the checkpoint and a
+    remedy.
     """
     path = str(given["checkpoint_dir"])
     with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
@@ -267,9 +279,10 @@ def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def latest_iteration(root: str) -> int | None:
-    """Iteration of the newest checkpoint; None: there is none, or Megatron finds it by other means.
+    """Return the iteration of the newest checkpoint, or None if Megatron must find it in another
+    way.
 
-    A collective call.
+    The result is also None without any checkpoint. This is a collective call.
     """
     text = files.gather(files.tracked(root))[0]
     if text:
@@ -279,20 +292,24 @@ def latest_iteration(root: str) -> int | None:
         files.say_lost(root)
     if text is None:
         return left[0] if left else None
-    # a run was killed while it wrote the file, which Megatron does not read when it is empty
+    # the file is empty because a run was killed while writing it; Megatron cannot read an empty
+    # file
     newest = _newest_number(root, left[0]) if left else None
     files.together(root, lambda: _track(root, newest))
     return newest
 
 
 def _newest_number(root: str, iteration: int) -> int:
-    """Iteration of the newest whole checkpoint up to one; see `checkpoint_files.newest_whole`."""
+    """Return the iteration of the newest intact checkpoint; see `checkpoint_files.newest_whole`."""
     path, _ = files.newest_whole(root, iteration, verified)
     return int(os.path.basename(path).removeprefix("iter_"))
 
 
 def _track(root: str, newest: int | None) -> None:
-    """Name the newest checkpoint; None: there is none. The first rank does."""
+    """Write the iteration of the newest checkpoint into its file, or delete the file for None.
+
+    Only the first rank writes.
+    """
     path = os.path.join(root, files.LATEST)
     if dist.get_rank() != 0:
         return
@@ -303,7 +320,9 @@ def _track(root: str, newest: int | None) -> None:
 
 
 def verified(path: str) -> dict[str, Any]:
-    """The description of a checkpoint; {} of one that Megatron wrote without ours."""
+    """Return the description of a checkpoint, or {} if Megatron wrote it without our
+    description.
+    """
     if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}
     return files.verified_meta(path)

@@ -1,4 +1,4 @@
-"""The features of a run of Megatron's own loop."""
+"""Features of a run on Megatron's own loop."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ from moe_plugin.training.run import Run
 from moe_plugin.training.run_features import HostSeams, make_run
 
 
-# `--weights-on host` on Megatron's own loop: what takes the place of its set-up and its saves.
+# set_up and save replace Megatron's functions under `--weights-on host`.
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]
            ) -> tuple[list[StreamedModel], StreamedOptimizer | None, Any]:
-    """Model, optimizer and scheduler of learning rates, as Megatron's `setup_model_and_optimizer`
-    returns them.
+    """Return model, optimizer and learning-rate scheduler, as Megatron's
+    `setup_model_and_optimizer`.
 
     Args:
-        given: its arguments by name.
-        run: as it is in each step.
+        given: arguments of `setup_model_and_optimizer` by name.
+        run: function that returns the current run.
     """
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
@@ -80,7 +80,10 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
-    """What builds a stage of the script's model: its model provider, or what newer ones give."""
+    """Return the function that builds a stage of the script's model.
+
+    This is the script's model provider, or the builder that newer scripts pass to Megatron.
+    """
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
     if described is not None:
@@ -91,7 +94,7 @@ def stages_of(given: Mapping[str, Any]) -> MakePart:
 
 
 def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
-    """Let the script's loop go on where a checkpoint's progress says."""
+    """Make the script's loop continue from the progress of a checkpoint."""
     arguments["iteration"] = progress["iteration"]
     arguments["consumed_train_samples"] = progress["consumed_samples"]
     for name in ("consumed_valid_samples", "num_floating_point_operations_so_far"):
@@ -101,12 +104,15 @@ def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: An
         return
     if "scheduler" in progress:
         scheduler.load_state_dict(progress["scheduler"])
-    else:  # of a loop that has none
+    else:  # the checkpoint was written by a loop without a scheduler
         scheduler.step(increment=progress["consumed_samples"])
 
 
 def save(given: Mapping[str, Any]) -> None:
-    """In the place of Megatron's `save_checkpoint`, by whose names its arguments are given."""
+    """Write a checkpoint; a replacement for Megatron's `save_checkpoint`.
+
+    given: arguments of `save_checkpoint` by name.
+    """
     arguments, [model] = script_arguments(), given["model"]
     progress = {
         "iteration": given["iteration"], "scheduler": given["opt_param_scheduler"].state_dict(),
@@ -124,13 +130,15 @@ _REFUSED = ("recompute_granularity", "overlap_moe_expert_parallel_comm", "enable
 
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
-    """The transformer layers of this pipeline stage under the settings; None: all keep.
+    """Return the managed transformer layers of this pipeline stage, or None if all activations are
+    kept.
 
     Args:
-        config: Megatron's.
-        chunks: of the model, in the order of its virtual stages.
+        settings: settings of the offload.
+        config: Megatron's `TransformerConfig`.
+        chunks: chunks of the model, in the order of the virtual stages.
     Raises:
-        ValueError: a setting of Megatron does not fit.
+        ValueError: a setting of Megatron cannot be combined with the settings.
     """
     if settings.activations == "keep":
         return None
@@ -138,7 +146,7 @@ def activations_of(settings: OffloadConfig, config: Any,
               for name, layer in chunk.named_modules() if isinstance(layer, TransformerLayer)}
     stage = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if settings.profile is not None and ps.get_pipeline_model_parallel_world_size() > 1:
-        # each stage has blocks of its own
+        # each stage has different blocks, so each stage needs its own profile
         file = Path(settings.profile)
         name = f"{file.stem}.stage{ps.get_pipeline_model_parallel_rank()}{file.suffix}"
         settings = dataclasses.replace(settings, profile=str(file.with_name(name)))
@@ -150,7 +158,9 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of two passes that start from the same of Megatron's states of random numbers."""
+    """Return contexts for two passes that start from the same random states of Megatron's
+    tracker.
+    """
     tracker, states = get_cuda_rng_tracker(), []
 
     @contextmanager
@@ -175,12 +185,13 @@ logger = logging.getLogger(__name__)
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
-    """A script's run with these parts of a model, and the recorder of its log; collective.
+    """Return the run of a script with these model chunks, and the recorder of its log. Collective.
 
     Args:
-        optimizer: Megatron's; None: the run only evaluates.
-        scheduler: of its learning rate.
-        taken: see `Script`; replicas write it.
+        chunks: chunks of the model.
+        optimizer: Megatron's optimizer, or None if the run only evaluates.
+        scheduler: learning-rate scheduler.
+        taken: see `Script`; replicas modify this dictionary.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -221,31 +232,31 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
         if (folder := streamed.loaded) is not None:
             peers.saved = (read_beside(folder, block) for block in streamed.trainer.blocks)
     if (errors := _errors(args, chunks)) is not None:
-        run.features.append(errors)  # after what skips a step
+        run.features.append(errors)  # must come after the features that skip a step
     return run, recorder
 
 
 def say_native(chunks: list[Any]) -> None:
-    """Warn, on the first rank, that the model's MoE layers are Megatron's own."""
+    """Warn on the first rank if the model's MoE layers are Megatron's own."""
     if dist.get_rank() == 0 and core.has_native_layers(chunks) and not plugin_layers(*chunks):
         logger.warning(
-            "this model's MoE layers are Megatron's own: moe-plugin's layers, and the flags that "
-            "set them, are not in use; add --spec moe_plugin.hosts.megatron.spec moe_layer (or, "
-            "to train Megatron's own layers on purpose, also --native-moe)")
+            "this model's MoE layers are Megatron's own, so moe-plugin's layers and their flags "
+            "are not used. Add --spec moe_plugin.hosts.megatron.spec moe_layer. To train "
+            "Megatron's own layers on purpose, also add --native-moe.")
 
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
             layers: list[PluginMoELayer]) -> ObserveConfig:
-    """`run.traced` of this stage's layers; what it refuses ends the stages without layers, too."""
+    """Return `run.traced` for this stage's layers. An error on a stage is raised on all stages."""
     if not getattr(args, "moe_routing_trace_path", None):
         return observe
-    with refused_together("what stages say of routing traces"):
+    with refused_together("the check of the stages' routing traces"):
         observe = traced(observe, args, layers) if layers else observe
     return observe
 
 
 def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
-    """A script's model provider, whose models get the ensemble of heads that is asked for."""
+    """Wrap a script's model provider so that its models get the requested ensemble of heads."""
 
     @functools.wraps(provider)
     def provide(*given: Any, **kwargs: Any) -> Any:
@@ -258,7 +269,11 @@ def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _classes(args: argparse.Namespace) -> int:
-    """Token ids of the script's tokenizer, which knows them: `--vocab-size` may count one less."""
+    """Return the number of token ids of the script's tokenizer.
+
+    The tokenizer's number is preferred, because `--vocab-size` may not count the end-of-document
+    token.
+    """
     tokenizer = training_module("global_vars").get_tokenizer()
     return int(getattr(tokenizer, "vocab_size", None) or args.vocab_size)
 
@@ -267,11 +282,11 @@ def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | Non
     if ensemble_of(args) is None:
         return None
     errors = EnsembleErrors(chunks)
-    if not any(gather_objects(errors.has_heads, "which stages have heads")):
+    if not any(gather_objects(errors.has_heads, "the stages with heads")):
         raise ValueError(
-            f"ensemble_heads={args.ensemble_heads} cannot be used with this script, which gives "
-            "Megatron a model's config in place of a function that makes the model; use "
-            "pretrain_gpt_moe, or leave it out")
+            f"ensemble_heads={args.ensemble_heads} cannot be used with this script, because it "
+            "passes a model config to Megatron and not a function that builds the model. Use "
+            "pretrain_gpt_moe, or leave it out.")
     return errors
 
 
@@ -279,5 +294,6 @@ def _peer(args: argparse.Namespace, model: StreamedModel) -> ReplicaPlace | None
     trainer = model.trainer
     return ReplicaPlace(
         args.moe_lighthouse, args.moe_replica, timeout_of(settings_from_flags(vars(args))), [],
-        list, lambda: (trainer.steps,), lambda steps: None  # data and rates go on at its iteration
+        # data and learning rates follow Megatron's iteration, so nothing is set on receipt
+        list, lambda: (trainer.steps,), lambda steps: None
     ) if args.moe_lighthouse else None

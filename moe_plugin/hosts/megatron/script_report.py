@@ -1,5 +1,7 @@
-"""What a run on Megatron's own loop tells beyond Megatron's log: where it goes on, one JSON object
-for each logged iteration, the file of these at the end, and where a stopped run goes on.
+"""Reports of a run on Megatron's own loop in addition to Megatron's log.
+
+The reports are: the iteration from which the run continues, one JSON object per logged iteration,
+the path of the JSON file at the end, and the way to continue a stopped run.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 class ScriptReport:
-    """See the module.
+    """The reports of a run, see the module's documentation.
 
     Args:
-        args: of the script; the loop changes them.
-        changed: what the user gave otherwise than the defaults: (as written, default) by flag.
-        run: its features.
-        recorder: takes the statistics of the layers.
+        args: arguments of the script, which the training loop changes.
+        changed: arguments that differ from their defaults: (text as written, default) by flag.
+        run: the features of the run.
+        recorder: collects the statistics of the layers.
 
     Attributes:
-        evaluates: how Megatron calls the evaluation that runs, and its iteration.
-        done: steps.
+        evaluates: Megatron's name of the current evaluation, and its iteration.
+        done: number of completed steps.
     """
 
     def __init__(self, args: Mapping[str, Any], changed: Mapping[str, tuple[str, str]], run: Run,
@@ -58,7 +60,10 @@ class ScriptReport:
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
-        """Say where the run begins, and tell what its user stops; after the model is loaded."""
+        """Log where the run starts, and prepare the message for a stop.
+
+        Call this method after the model is loaded.
+        """
         args, done = self.args, self.args.get("iteration") or 0
         self.done = self._begun = done
         if args.get("skip_train"):
@@ -68,10 +73,10 @@ class ScriptReport:
         RUN.resume(lambda: self.done, done if same and done else None,
                    save, "the same command" if same else f"the command with --load {save}")
         if self.total and done >= self.total:
-            logger.info("the run of %s is finished: it has %d of --train-iters %d; a larger number "
-                        "goes on", load, done, self.total)
+            logger.info("the run in %s is finished: %d of --train-iters %d iterations are done. "
+                        "Use a larger --train-iters to continue.", load, done, self.total)
         elif done:
-            logger.info("goes on from iteration %d, of %s", done, load)
+            logger.info("continuing from iteration %d of %s", done, load)
 
     def _forget(self, samples: int) -> None:
         self._loss, self._counted = None, 0  # type: Any, int
@@ -79,18 +84,18 @@ class ScriptReport:
         self._aux = dict[str, core.LoggedLoss]()
 
     def before_step(self) -> None:
-        """The time of the first record begins here, after reading data."""
+        """Start the clock of the first record, after data has been read."""
         if not self._timed:
             self._since = time.perf_counter()
             self._timed = True
 
     def after_step(self, number: int, losses: Mapping[str, torch.Tensor], counts: bool) -> None:
-        """Take what a step logged, before Megatron's log empties its own.
+        """Record the losses of a step, before Megatron's log is cleared.
 
         Args:
-            number: of the step, from 1.
-            losses: means of all ranks, on those of the last stage.
-            counts: it was not skipped.
+            number: number of the step, from 1.
+            losses: means over all ranks; only the ranks of the last stage have them.
+            counts: whether the step was made and not skipped.
         """
         self.done = number
         if counts and "lm loss" in losses:
@@ -104,7 +109,9 @@ class ScriptReport:
 
     def after_log(self, iteration: int, rate: float | None, scale: float,
                   norm: float | None) -> None:
-        """A record, every `--log-interval` iterations and at the end; a collective call."""
+        """Write a record every `--log-interval` iterations and at the end. This is a collective
+        call.
+        """
         args = self.args
         if iteration % args["log_interval"] and iteration != self.total:
             return
@@ -135,9 +142,9 @@ class ScriptReport:
         return of_last_stage(mine)
 
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Record the loss of a validation; a collective call.
+        """Record the loss of a validation. This is a collective call.
 
-        losses: means of all ranks, on those of the last stage.
+        losses: means over all ranks; only the ranks of the last stage have them.
         """
         loss, found = losses.get("lm loss"), self.run.evaluated()
         value = of_last_stage(None if loss is None else float(loss))
@@ -146,31 +153,32 @@ class ScriptReport:
             self.log.write({"iteration": step, "valid_loss": value, **found})
 
     def saved(self, iteration: int) -> None:
-        """A checkpoint is complete."""
+        """Record that the checkpoint of an iteration is complete."""
         RUN.saved = iteration
 
     def close(self) -> None:
-        """Say that all steps are made, and close the file."""
+        """Log that all steps are done, and close the file."""
         if self.done == self.total > self._begun:
-            logger.info("all %d iterations are made%s", self.total,
+            logger.info("all %d iterations are done%s", self.total,
                         f"; losses and balance: {path}" if (path := log_path(self.args)) else "")
         self.log.close()
 
 
 def of_last_stage(value: float | None) -> float | None:
-    """A number that the ranks of the last stage alone have; None: none has it."""
+    """Return a number that only the ranks of the last stage have, or None if no rank has it."""
     found = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(found) if each is not None), None)
 
 
 def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
-    """Auxiliary losses by name and layer over all ranks, the mean over micro-batches.
+    """Return auxiliary losses by name and layer, averaged over micro-batches and all ranks.
 
-    A collective call: all ranks agree on the names first, because a pipeline stage may have none.
-    A loss that is zero in all layers, one of weight zero, is left out.
+    This is a collective call: all ranks first agree on the names, because a pipeline stage may have
+    no losses. A loss that is zero in all layers, such as a loss with weight zero, is left out.
 
     Args:
-        here: sums of this rank over so many micro-batches.
+        here: this rank's sums over the micro-batches.
+        microbatches: number of micro-batches in the sums.
     """
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")
@@ -185,13 +193,16 @@ def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str,
             values = comm_of(group).all_reduce(values)
         # stages may have different numbers of replicas
         values = comm_of(ps.get_pipeline_model_parallel_group()).all_reduce(values / data.size())
-        if values.any():  # Megatron's log holds zeros of losses that no layer adds
+        if values.any():  # Megatron's log contains zeros for losses that no layer adds
             found[name] = (values / microbatches).tolist()
     return found
 
 
 def skipped(run: Run) -> dict[str, int]:
-    """Steps that were skipped so far, and since the last record those by which no loss scale fell.
+    """Return the number of skipped steps.
+
+    "skipped_steps" counts all skipped steps so far. "not_finite" counts the steps since the last
+    record that were skipped without a reduction of the loss scale.
     """
     finite = run.find(FiniteSteps)
     assert finite is not None
@@ -199,39 +210,41 @@ def skipped(run: Run) -> dict[str, int]:
 
 
 def log_path(args: Mapping[str, Any]) -> str | None:
-    """Where the log goes, by the arguments `log_file` and `save`; None: there is none."""
+    """Return the path of the log from the arguments `log_file` and `save`, or None without a
+    log.
+    """
     save = args.get("save")
     return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
 
 
 def layer_records(recorder: StatsRecorder, iteration: int,
                   finds: bool = True) -> dict[str, Any]:
-    """Records by layer of all pipeline stages since the last call; a collective call.
+    """Return the records since the last call by layer, of all pipeline stages. A collective call.
 
-    finds: whether to look for what is wrong, and say it.
+    finds: whether to look for problems in the records and log them.
     """
     mine = recorder.reduce()
     recorder.write(iteration, mine)
     found = gather_objects(mine, "the layers' records", ps.get_pipeline_model_parallel_group())
     records = {layer: record for stage in found for layer, record in stage.items()}
-    if finds and dist.get_rank() == 0:  # the one that has a log
+    if finds and dist.get_rank() == 0:  # only this rank writes a log
         recorder.health.add(iteration, records)
     return records
 
 
 def balance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What a line of the log has of them."""
+    """Return the numbers of the layers' records that a line of the log contains."""
     return {layer: {key: row[key] for key in ("max_over_mean", "drop_fraction", "unused_experts",
                                               "entropy")} for layer, row in records.items()}
 
 
 class RunLog:
-    """Rank 0's JSONL file; other ranks have none.
+    """The JSONL file that rank 0 writes; other ranks write nothing.
 
     Args:
         take_over: see `JsonlSink`.
-        settings: written next to it as `settings.json`, for the report.
-        changed: (as written, default) of those that the user chose.
+        settings: settings of the run, written next to the log as `settings.json` for the report.
+        changed: (text as written, default) of each setting that the user chose.
     """
 
     def __init__(self, path: str | None, take_over: bool = False,
@@ -247,11 +260,10 @@ class RunLog:
                     json.dumps(row, default=str) + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line, on disk when this returns."""
+        """Append one line. The line is on disk when this method returns."""
         if self._sink is not None:
             self._sink.write(record)
 
     def close(self) -> None:
-        """Close the file."""
         if self._sink is not None:
             self._sink.close()

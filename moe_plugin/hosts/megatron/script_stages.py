@@ -1,5 +1,7 @@
-"""`--stage-layouts` on Megatron's own loop: arguments of each rank's stage, groups of all layouts,
-checkpoints with each layer's tensors by themselves.
+"""`--stage-layouts` on Megatron's own loop.
+
+The module sets the arguments of each rank's stage, builds the groups of all layouts, and makes
+checkpoints store the tensors of each layer separately.
 """
 
 from __future__ import annotations
@@ -30,30 +32,33 @@ _APART = "non_homogeneous_layers"
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """The stages that parsed arguments ask for; the arguments get the sizes of this rank's stage.
+    """Return the stages that parsed arguments ask for and set the arguments of this rank's stage.
 
-    Raises: ValueError: see `stages_of`.
+    Raises:
+        ValueError: see `stages_of`.
     """
-    # arguments of a file (--yaml-cfg) have none of ours
+    # arguments from a file (--yaml-cfg) do not include our arguments
     stages = stages_of(args, args.world_size) if getattr(args, "stage_layouts", None) else None
     if stages is None:
         return None
     vars(args).update(vars(stages.arguments(args, stages.stage_of(args.rank))))
-    # the padded vocabulary of all stages is one, which each of them can cut
+    # all stages use the same padded vocabulary, so every stage must be able to split it evenly
     args.make_vocab_size_divisible_by = math.lcm(
         args.make_vocab_size_divisible_by, *(layout.tp for layout in stages.layouts)
     ) // args.tensor_model_parallel_size
-    # Megatron saves random states by tensor-parallel rank: here they start from the seed again
+    # Megatron saves random states by tensor-parallel rank, which does not work with different
+    # layouts: a resumed run starts again from the seed
     args.no_save_rng = args.no_load_rng = True
     args.dist_ckpt_optim_fully_reshardable = True
     return stages
 
 
 def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
-    """What runs a step's passes; see `unequal_passes`. A collective call."""
+    """Return the function that runs a step's passes; see `unequal_passes`. A collective call."""
     found = unequal_passes(stages, argparse.Namespace(**script_arguments()),
                            get_model_config(chunks[0]), optimizer)
-    # Megatron agrees on a step over a model's ranks, which here are other ones on each stage
+    # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ
+    # between stages
     ps._MODEL_PARALLEL_GROUP = dist.group.WORLD
     for groups in (getattr(bare(chunk), "pg_collection", None) for chunk in chunks):
         if groups is not None:
@@ -62,10 +67,10 @@ def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callab
 
 
 def follow(stages: Callable[[], StageLayouts | None]) -> None:
-    """Let Megatron make its groups, and its checkpoints, as the stages need it; stays for the life
-    of the process.
+    """Make Megatron's groups and checkpoints fit the stages for the rest of the process.
 
-    stages: of the run, once its arguments are parsed; None: all are alike.
+    stages: function that returns the stages of the run once its arguments are parsed, or None if
+        all stages have the same layout.
     """
     make = ps.initialize_model_parallel
     signature = inspect.signature(make)
@@ -82,7 +87,8 @@ def follow(stages: Callable[[], StageLayouts | None]) -> None:
         if stages() is not None and not (
                 dist_checkpointing.load_content_metadata(given["checkpoint_dir"]) or {}
         ).get(_APART):
-            # of layers that the checkpoint has as one tensor these stages ask for unequal parts
+            # the checkpoint stores all layers in one tensor, from which these stages request
+            # parts of different sizes
             given = {**given, "validate_access_integrity": False}
         return load(**given)
 

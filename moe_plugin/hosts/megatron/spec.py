@@ -1,4 +1,4 @@
-"""Putting the layer into a model: `swap_moe` for code, layer specs for `--spec`.
+"""Ways to put our MoE layer into a model: `swap_moe` in code, and layer specs for `--spec`.
 
 In code, with any spec that Megatron's functions build:
 
@@ -6,17 +6,16 @@ In code, with any spec that Megatron's functions build:
 
 On the command line of Megatron's training script:
 
-    --spec moe_plugin.hosts.megatron.spec moe_layer          Transformer Engine where installed,
-    else Megatron's own layers
+    --spec moe_plugin.hosts.megatron.spec moe_layer          Transformer Engine if installed,
+    otherwise Megatron's own layers
     --spec moe_plugin.hosts.megatron.spec moe_layer_local    Megatron's own layers
 
-Both follow the script's arguments: attention (`--qk-layernorm`, `--multi-latent-attention`,
-`--qk-l2-norm`), normalization, `--moe-layer-freq`, multi-token prediction, and are the stack of a
-`HybridModel` with `--hybrid-layer-pattern`. Settings come from the
-launcher
-(`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds our arguments.
-Without it: a module of your own with `spec = script_spec("settings.yaml")`, and
-`--spec your_module spec`.
+Both specs follow the script's arguments: attention (`--qk-layernorm`, `--multi-latent-attention`,
+`--qk-l2-norm`), normalization, `--moe-layer-freq` and multi-token prediction. With
+`--hybrid-layer-pattern` both specs return the stack of a `HybridModel`. The settings come from
+the launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds our
+arguments. Without the launcher, write a module with `spec = script_spec("settings.yaml")` and
+pass `--spec your_module spec`.
 """
 
 from __future__ import annotations
@@ -44,31 +43,33 @@ from moe_plugin.utils.messages import short
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
              allow_none: bool = False) -> Any:
-    """A copy of a Megatron layer or block spec with every MoE layer replaced by ours.
+    """Return a copy of a Megatron layer or block spec in which our layer replaces every MoE layer.
 
     Args:
         spec: transformer layer spec, `TransformerBlockSubmodules`, or the stack of a
-            `HybridModel`; it is left as it is.
-        settings: ours, dotted paths to values, or the path of a YAML file (one with `imports` is
-            refused: see `moe_plugin.config.settings_from_yaml`); None: the launcher's arguments
-            where it runs, else defaults.
-        allow_none: do not mind a spec without MoE layers (a pipeline stage of dense layers).
+            `HybridModel`. The given spec is not modified.
+        settings: our settings as a mapping of dotted paths to values, or the path of a YAML file.
+            A file with `imports` is refused (see `moe_plugin.config.settings_from_yaml`). Defaults
+            to the launcher's arguments, or without the launcher to our defaults.
+        allow_none: accept a spec without MoE layers, such as a pipeline stage of dense layers.
     Raises:
-        ValueError: no MoE layer in the spec, or bad settings.
+        ValueError: the spec has no MoE layer, or a setting is invalid.
     """
     settings = _checked(settings)
     swapped, count = core.swap_spec(spec, PluginMoELayer, {"settings": settings})
     if not count and not allow_none:
         raise ValueError(
-            f"no MoE layer found in a spec of type {type(spec).__name__}; build it with "
-            "num_experts set, and pass the "
-            "transformer layer's spec or a TransformerBlockSubmodules")
+            f"No MoE layer found in a spec of type {type(spec).__name__}. Build the spec with "
+            "num_experts set, and pass the spec of a transformer layer or a "
+            "TransformerBlockSubmodules.")
     return swapped
 
 
 def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
-    """Settings by dotted path, whose names, types and bounds are those of the tree. What Megatron's
-    own settings decide, such as the number of experts, is compared when a layer is built.
+    """Return settings by dotted path after checking their names, types and bounds.
+
+    Values that depend on Megatron's own settings, such as the number of experts, are checked when
+    a layer is built.
     """
     if isinstance(settings, str):
         return settings_from_yaml(settings)
@@ -78,8 +79,10 @@ def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | No
 
 
 def swap_attention(spec: Any) -> Any:
-    """A copy of a Megatron layer or block spec whose attention can take slices of sequences, for
-    `pipeline.schedule=terapipe`; with whole sequences it is Megatron's `DotProductAttention`.
+    """Return a copy of a Megatron layer or block spec whose attention supports slices of sequences.
+
+    `pipeline.schedule=terapipe` needs this attention. For whole sequences the attention is
+    Megatron's `DotProductAttention`.
     """
     # imported here: it imports Megatron's layers, which other schedules may not have
     from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention
@@ -89,28 +92,32 @@ def swap_attention(spec: Any) -> Any:
 
 def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
-    """What `--spec` gives Megatron's training script: the layers that its arguments describe, with
-    our MoE layer. Before there are arguments and groups: what the script's model builder calls.
+    """Return the object for `--spec`: the layers that the script's arguments describe, with our MoE
+    layer.
+
+    If arguments and process groups do not exist yet, the result is a function that the script's
+    model builder calls later.
 
     Raises:
-        ValueError: arguments that describe other layers than Megatron's standard ones; it names
-            the flag.
+        ValueError: an argument asks for layers other than Megatron's standard layers. The message
+            contains the flag.
     """
     arguments, settings = script_arguments(), _checked(settings)
     for name in _OTHER_LAYERS:
         if arguments.get(name):
             raise ValueError(
                 f"{name}={short(arguments[name])} describes layers that --spec "
-                "moe_plugin.hosts.megatron.spec does not build; leave out "
-                f"--{name.replace('_', '-')}, or swap the MoE layers of your own spec with "
-                "moe_plugin.hosts.megatron.spec.swap_moe")
+                "moe_plugin.hosts.megatron.spec cannot build. Leave out "
+                f"--{name.replace('_', '-')}, or replace the MoE layers of your own spec with "
+                "moe_plugin.hosts.megatron.spec.swap_moe.")
     if transformer_engine is None and arguments.get("transformer_impl") == "local":
         transformer_engine = False
     if arguments.get("hybrid_layer_pattern"):
         return _hybrid_stack(settings, transformer_engine)
     if arguments and core.has_groups():
         return _block(settings, transformer_engine)
-    # a newer script may ask before it has groups; the model builder calls what it gets
+    # newer scripts import the spec before process groups exist; their model builder accepts a
+    # function in place of a spec and calls it
     return functools.partial(_later_block, settings, transformer_engine)
 
 
@@ -120,8 +127,8 @@ def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool |
         from moe_plugin.hosts.megatron.compat import hybrid
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"hybrid_layer_pattern={short(arguments['hybrid_layer_pattern'])} needs a Megatron "
-            f"with HybridModel ({error}): {WITH_HYBRID}") from error
+            f"hybrid_layer_pattern={short(arguments['hybrid_layer_pattern'])} needs a version of "
+            f"Megatron with HybridModel ({error}). Install {WITH_HYBRID}.") from error
     given = settings_from_flags(arguments) if settings is None else settings
     for name, value, is_so in (
             ("overlap_moe_expert_parallel_comm", True,
@@ -129,9 +136,9 @@ def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool |
             ("pipeline.schedule", run_config(given).pipeline.schedule,
              run_config(given).pipeline.cuts)):
         if is_so:
-            raise ValueError(f"{name}={value} does not fit hybrid_layer_pattern="
-                             f"{short(arguments['hybrid_layer_pattern'])}: it is for GPT models; "
-                             "leave it out")
+            raise ValueError(f"{name}={value} cannot be combined with hybrid_layer_pattern="
+                             f"{short(arguments['hybrid_layer_pattern'])}, because it is only "
+                             "for GPT models. Leave it out.")
     hybrid.mend_loss_log()
     return _swapped(hybrid.stack_spec(script_config(), arguments["hybrid_layer_pattern"],
                                       transformer_engine), settings, allow_none=False)
@@ -151,7 +158,7 @@ def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) 
 
 def _all_layers(config: Any, settings: Mapping[str, Any] | None,
                 transformer_engine: bool | None) -> Any:
-    """Those of all pipeline stages."""
+    """Return the spec of the layers of all pipeline stages."""
     return _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
 
 
@@ -159,10 +166,10 @@ def _later_block(settings: Mapping[str, Any] | None, transformer_engine: bool | 
                  _model_config: Any, vp_stage: int | None = None) -> Any:
     if not script_arguments():
         raise ValueError("--spec moe_plugin.hosts.megatron.spec needs the arguments of Megatron's "
-                         "training script, and there are none; in a program of your own use "
-                         "moe_plugin.hosts.megatron.spec.swap_moe")
+                         "training script, but no arguments were parsed. In your own program use "
+                         "moe_plugin.hosts.megatron.spec.swap_moe.")
     config = script_config()
-    if config.mtp_num_layers:  # the builder makes these layers next, and takes its own for them
+    if config.mtp_num_layers:  # the builder would use Megatron's own spec for these layers
         whole = _all_layers(config, settings, transformer_engine)
         replace_training("mtp_block_spec", lambda _: lambda _config, _layers, vp_stage=None: (
             core.predictions_spec(config, whole, transformer_engine, vp_stage)))

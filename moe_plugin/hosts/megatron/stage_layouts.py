@@ -1,11 +1,12 @@
-"""Pipeline stages of unequal layout: `--stage-layouts tp=2 tp=1,ep=2`, one entry a stage.
+"""Pipeline stages with different layouts: `--stage-layouts tp=2 tp=1,ep=2`, one entry per stage.
 
-Megatron has one set of sizes for all stages: its groups, and messages between ranks of equal index
-in neighbouring stages. Here groups are made for every layout that occurs, and each rank keeps those
-of its own stage's. Activations and their gradients go from the layout of one stage to that of the
-next by `comm.resharding` (AlpaComm, arXiv 2211.05322), in the place of Megatron's own communicator
-between stages. Every stage has the same number of ranks; with fewer tensor-parallel ones it has
-more replicas, and each of them takes fewer samples of a micro-batch.
+Megatron uses the same parallel sizes for all stages: it builds one set of groups, and ranks with
+equal index in neighbouring stages exchange messages. This module builds groups for every layout
+that occurs, and each rank retains the groups of its own stage. Activations and their gradients are
+converted from the layout of one stage to the layout of the next stage by `comm.resharding`
+(AlpaComm, arXiv 2211.05322), which replaces Megatron's communicator between stages. Every stage
+has the same number of ranks. A stage with fewer tensor-parallel ranks has more replicas, and each
+replica processes fewer samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ _FIELDS = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Sizes of one stage; etp None: Megatron's default, tp."""
+    """Parallel sizes of one stage.
+
+    Attributes:
+        tp: tensor-parallel size.
+        ep: expert-parallel size.
+        etp: expert-tensor-parallel size. Defaults to tp, as in Megatron.
+    """
 
     tp: int = 1
     ep: int = 1
@@ -58,9 +65,10 @@ class StageLayout:
 
 
 def parse(entries: Sequence[str]) -> list[StageLayout]:
-    """Layouts by stage, of entries such as "tp=2,ep=4".
+    """Return one layout per stage, parsed from entries such as "tp=2,ep=4".
 
-    Raises: ValueError: an entry that is not of this form.
+    Raises:
+        ValueError: an entry does not have this form.
     """
     return [_parse(entry) for entry in entries]
 
@@ -69,20 +77,21 @@ def _parse(entry: str) -> StageLayout:
     pairs = re.findall(r"(tp|ep|etp)=([1-9][0-9]{0,5})", entry)
     names = [name for name, _ in pairs]
     if ",".join(f"{name}={size}" for name, size in pairs) != entry or len(set(names)) < len(names):
-        raise ValueError(f"stage_layouts={entry[:80]!r} is not a layout: must be sizes of tp, ep "
-                         "and etp, each once at most, such as tp=2,ep=4; give one for each stage")
+        raise ValueError(f"stage_layouts={entry[:80]!r} is not a layout. A layout contains the "
+                         "sizes tp, ep and etp, each at most once, such as tp=2,ep=4. Pass one "
+                         "layout per stage.")
     return StageLayout(**{name: int(size) for name, size in pairs})
 
 
 @dataclass(frozen=True)
 class StageLayouts:
-    """All stages.
+    """The layouts of all stages.
 
     Attributes:
-        layouts: by stage.
-        ranks: of each.
-        samples: of a micro-batch over all replicas of a stage.
-        split: stages with tensor parallelism use sequence parallelism.
+        layouts: one layout per stage.
+        ranks: number of ranks in each stage.
+        samples: number of samples of a micro-batch over all replicas of a stage.
+        split: whether stages with tensor parallelism use sequence parallelism.
     """
 
     layouts: tuple[StageLayout, ...]
@@ -91,15 +100,15 @@ class StageLayouts:
     split: bool
 
     def replicas(self, stage: int) -> int:
-        """Data-parallel ranks of a stage."""
+        """Return the number of data-parallel ranks of a stage."""
         return self.ranks // self.layouts[stage].tp
 
     def stage_of(self, rank: int) -> int:
-        """The stage of a rank of the world: stages are consecutive ranks."""
+        """Return the stage of a global rank. Each stage consists of consecutive ranks."""
         return rank // self.ranks
 
     def arguments(self, args: argparse.Namespace, stage: int) -> argparse.Namespace:
-        """What a stage is built from: `args` with its sizes."""
+        """Return a copy of `args` with the sizes of a stage, from which the stage is built."""
         layout, made = self.layouts[stage], copy.copy(args)
         made.tensor_model_parallel_size, made.expert_model_parallel_size = layout.tp, layout.ep
         made.expert_tensor_parallel_size = layout.etp
@@ -110,7 +119,9 @@ class StageLayouts:
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
-        """A micro-batch [sequence, batch, width] at a stage's ranks, which count from 0."""
+        """Return the layout of a micro-batch [sequence, batch, width] on a stage's ranks,
+        numbered from 0.
+        """
         tp = self.layouts[stage].tp
         mesh = {"data": self.replicas(stage), "tensor": tp}
         spec = [["tensor"] if self.split and tp > 1 else [], ["data"], []]
@@ -118,44 +129,50 @@ class StageLayouts:
 
 
 def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
-    """The stages that `--stage-layouts` describes; None without it.
+    """Return the stages that `--stage-layouts` describes, or None without this argument.
 
-    `--micro-batch-size` is that of the stage with the most replicas.
+    `--micro-batch-size` applies to the stage with the most replicas.
 
-    Raises: ValueError: layouts that do not fit the processes, or other arguments.
+    Raises:
+        ValueError: the layouts do not fit the number of processes or another argument.
     """
     if not args.stage_layouts:
         return None
     layouts, count = parse(args.stage_layouts), args.pipeline_model_parallel_size
     for bad, name, value, bound, remedy in (
         (len(layouts) != count or count < 2, "stage_layouts", " ".join(args.stage_layouts),
-         f"one layout for each of at least 2 stages, not for {count}",
-         f"use --pipeline-model-parallel-size {max(2, len(layouts))}"),
-        (world % count, "pipeline_model_parallel_size", count, f"a divisor of {world} processes",
-         "start another number of processes"),
+         f"one layout for each of at least 2 stages, but there are {count} stages",
+         f"Use --pipeline-model-parallel-size {max(2, len(layouts))}"),
+        (world % count, "pipeline_model_parallel_size", count,
+         f"a divisor of the number of processes, {world}", "Start another number of processes"),
         *_unfit(args, layouts)):
         if bad:
-            raise ValueError(f"{name}={value} with stages of unequal layout: must be {bound}; "
-                             f"{remedy}")
+            raise ValueError(f"{name}={value} cannot be used with stages of different layouts. The "
+                             f"setting must be {bound}. {remedy}.")
     ranks = world // count
     for layout in layouts:
         if ranks % layout.tp:
-            raise ValueError(f"stage_layouts={layout} needs a multiple of {layout.tp} ranks a stage"
-                             f": there are {ranks}; use a divisor of {ranks}")
+            raise ValueError(f"stage_layouts={layout} needs a multiple of {layout.tp} ranks per "
+                             f"stage, but each stage has {ranks} ranks. Use a tp that divides "
+                             f"{ranks}.")
     most = max(ranks // layout.tp for layout in layouts)
     samples = args.micro_batch_size * most
     args.global_batch_size = args.global_batch_size or samples
     for layout in layouts:
         if samples % (ranks // layout.tp):
-            raise ValueError(f"micro_batch_size={args.micro_batch_size} makes {samples} samples of "
-                             f"{most} replicas: must be a multiple of the {ranks // layout.tp} "
-                             f"replicas of a stage with {layout}; use another size")
+            raise ValueError(f"micro_batch_size={args.micro_batch_size} makes {samples} samples on "
+                             f"{most} replicas, which is not a multiple of the "
+                             f"{ranks // layout.tp} replicas of the stage with layout {layout}. "
+                             "Use another micro-batch size.")
     return StageLayouts(tuple(layouts), ranks, samples, args.sequence_parallel)
 
 
 def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
            ) -> list[tuple[bool, str, Any, str, str]]:
-    """What Megatron's model and optimizer code cannot have at stages of unequal layout."""
+    """Return the arguments that Megatron cannot combine with stages of different layouts.
+
+    Each entry is (whether the argument is unfit, name, value, allowed value, remedy).
+    """
     given = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
     schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule
     virtual = [name for name in ("num_virtual_stages_per_pipeline_rank",
@@ -165,44 +182,44 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
         (given != (1, 1) or args.expert_tensor_parallel_size is not None,
          "tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size",
          (*given, args.expert_tensor_parallel_size), "left out",
-         "the layouts have them: tp, ep and etp"),
+         "Set tp, ep and etp in the layouts instead"),
         (layouts[0].tp != layouts[-1].tp and not args.untie_embeddings_and_output_weights,
          "untie_embeddings_and_output_weights", False,
-         "True where the first and the last stage have different tp",
-         "use --untie-embeddings-and-output-weights: the two stages cut the vocabulary "
+         "True if the first and the last stage have different tp",
+         "Use --untie-embeddings-and-output-weights, because the two stages split the vocabulary "
          "differently, and Megatron sums the gradients of tied weights rank by rank"),
-        *((True, name, getattr(args, name), "1", "leave it out") for name in virtual),
+        *((True, name, getattr(args, name), "1", "Leave it out") for name in virtual),
         (args.context_parallel_size != 1, "context_parallel_size", args.context_parallel_size, "1",
-         "leave it out"),
+         "Leave it out"),
         *((bool(getattr(args, name, None)), name, getattr(args, name, None), "left out",
-           "stages have different groups") for name in (
+           "Stages have different groups, which this setting does not support") for name in (
                "mtp_num_layers", "mtp_detach_heads", "use_tp_pp_dp_mapping",
                "hybrid_layer_pattern")),
         (bool(getattr(args, "pipeline_model_parallel_layout", None)),
          "pipeline_model_parallel_layout", getattr(args, "pipeline_model_parallel_layout", None),
-         "left out", "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-"
-         "num-layers for stages of other length"),
+         "left out", "Use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-"
+         "num-layers for stages with different numbers of layers"),
         (getattr(args, "eval_micro_batch_size", None) not in (None, args.micro_batch_size),
          "eval_micro_batch_size", getattr(args, "eval_micro_batch_size", None),
-         f"micro_batch_size={args.micro_batch_size}", "leave it out"),
+         f"equal to micro_batch_size={args.micro_batch_size}", "Leave it out"),
         (bool(getattr(args, "log_num_zeros_in_grad", None)) and not getattr(
             args, "use_distributed_optimizer", False), "log_num_zeros_in_grad", True,
          "left out without the distributed optimizer, whose ranks count over all stages",
-         "leave it out, or use --use-distributed-optimizer"),
-        (schedule != "1f1b", "pipeline.schedule", schedule, "1f1b", "leave it out"),
+         "Leave it out, or use --use-distributed-optimizer"),
+        (schedule != "1f1b", "pipeline.schedule", schedule, "1f1b", "Leave it out"),
         (bool(getattr(args, "moe_lighthouse", None)), "moe_lighthouse",
          getattr(args, "moe_lighthouse", None), "left out",
-         "its replicas of a rank are of one layout"),
+         "The replicas of a rank must have the same layout"),
     ]
 
 
 def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
-    """Megatron's groups of every layout, of which this rank keeps those of its stage.
+    """Build Megatron's groups for every layout and retain the groups of this rank's stage.
 
-    Groups of ranks of equal index in their stages are those of the first layout everywhere. A
-    collective call.
+    Groups that connect ranks of equal index in different stages always come from the first layout.
+    This is a collective call.
 
-    groups: Megatron's `initialize_model_parallel`, which gets the sizes of layouts.
+    groups: Megatron's `initialize_model_parallel`, which is called with the sizes of each layout.
     """
     own = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
@@ -216,7 +233,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """The module's variables; containers are copied, because Megatron adds to them."""
+    """Return the module's variables. Containers are copied, because Megatron appends to them."""
     return {name: copy.copy(value) if isinstance(value, (list, dict)) else value
             for name, value in vars(module).items()
             if re.fullmatch(r"_[A-Z_]+|_global_process_group_list", name)}
@@ -229,7 +246,13 @@ def _restore(module: Any, state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """Between two stages: activations on, gradients back. scale: of the gradients."""
+    """The messages between two stages.
+
+    Attributes:
+        forward: sends activations to the next stage.
+        backward: sends gradients to the previous stage.
+        scale: factor by which the gradients are multiplied.
+    """
 
     forward: Resharding
     backward: Resharding
@@ -238,16 +261,17 @@ class _Boundary:
 
 def boundaries(stages: StageLayouts, world: Comm,
                args: argparse.Namespace) -> list[_Boundary | None]:
-    """By boundary; None where this rank is on neither side. A collective call of all ranks.
+    """Return the boundaries between stages; None for boundaries that do not involve this rank.
 
-    A replica's gradients are those of its own mean loss, which Megatron averages over replicas:
-    they grow by the ratio of replicas from stage to stage (not where the loss is a sum over tokens,
-    `--calculate-per-token-loss`).
+    A replica's gradients belong to the mean loss of this replica, and Megatron averages over
+    replicas. Therefore gradients are multiplied by the ratio of the two stages' replica counts,
+    except with `--calculate-per-token-loss`, where the loss is a sum over tokens. This is a
+    collective call of all ranks.
     """
     found: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
         sides = range(stage * stages.ranks, (stage + 2) * stages.ranks)
-        # a group for each direction: on a GPU their messages do not wait for each other
+        # one group per direction, so that on a GPU their messages do not wait for each other
         groups = [world.subgroup(sides), world.subgroup(sides)]
         if None in groups:
             found.append(None)
@@ -265,24 +289,26 @@ def boundaries(stages: StageLayouts, world: Comm,
 
 def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
                    optimizer: Any) -> Callable[..., Any]:
-    """Megatron's 1F1B with messages between stages of unequal layout; clips by the norm of all
-    stages. A collective call.
+    """Return Megatron's 1F1B schedule with messages between stages of different layouts.
+
+    The returned schedule clips by the gradient norm of all stages. This is a collective call.
 
     Args:
-        config: Megatron's.
-        optimizer: Megatron's; None: the model only evaluates.
-    Raises: ValueError: this version of Megatron has no place for a communicator of others.
+        config: Megatron's `TransformerConfig`.
+        optimizer: Megatron's optimizer, or None if the model is only evaluated.
+    Raises:
+        ValueError: this version of Megatron does not accept a communicator between stages.
     """
     native = get_forward_backward_func()
     if "p2p_communicator" not in inspect.signature(native).parameters:
-        raise ValueError(f"stage_layouts={' '.join(map(str, stages.layouts))} does not fit this "
-                         "version of megatron-core, which takes no communicator between stages: "
-                         f"use {UNEQUAL_STAGES}")
+        raise ValueError(f"stage_layouts={' '.join(map(str, stages.layouts))} does not work with "
+                         "this version of megatron-core, which does not accept a communicator "
+                         f"between stages. Use megatron-core {UNEQUAL_STAGES}.")
     world = comm_of(None, 60 * args.distributed_timeout_minutes)
     own, between = stages.stage_of(world.rank), boundaries(stages, world, args)
 
     class Unequal(P2PCommunicator):
-        """Megatron's communicator, whose messages go by resharding."""
+        """Megatron's communicator with resharding of all messages."""
 
         def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
                          recv_prev: bool, recv_next: bool, tensor_shape: Any,
@@ -317,7 +343,8 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
 
     def run(**given: Any) -> Any:
         nonlocal counted
-        if not counted and config.finalize_model_grads_func is not None:  # loops set it late
+        # training loops set this function after `unequal_passes` has returned
+        if not counted and config.finalize_model_grads_func is not None:
             _count_tokens_of_all(config, own == len(between))
             counted = True
         return native(**{**given, "p2p_communicator": unequal, "pg_collection": groups})
@@ -326,12 +353,11 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
 
 
 def _agree_over_all_stages(optimizer: Any) -> None:
-    """Let the gradient norm, which clips, and what a loss scaler looks for be those of all stages,
-    where their groups differ.
+    """Make gradient clipping and the loss scaler use the gradients of all stages.
 
-    The groups over which Megatron sums the norm hold every parameter once if all stages are alike.
-    Here each rank's part counts by how many such groups there are under its own stage's layout (one
-    with the distributed optimizer).
+    If all stages have the same layout, Megatron's groups for the gradient norm contain every
+    parameter once. With different layouts each rank's part is weighted by the number of these
+    groups under the layout of its own stage (one group with the distributed optimizer).
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size
@@ -349,10 +375,12 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
 
 def _count_tokens_of_all(config: Any, last: bool) -> None:
-    """Let gradients be divided by the tokens of all replicas of the last stage, where they are
-    counted: Megatron sums what the last stage's ranks have over the replicas of each other stage.
+    """Divide gradients by the number of tokens of all replicas of the last stage.
 
-    last: this rank is in the last stage.
+    This is used when losses are summed over tokens. Megatron would sum the counts of the last
+    stage's ranks over the replicas of each other stage, which have other sizes.
+
+    last: whether this rank is in the last stage.
     """
     world, finish = comm_of(), config.finalize_model_grads_func
     counts = last and ps.get_tensor_model_parallel_rank() == 0

@@ -1,19 +1,22 @@
-"""Our layer in steps, for Megatron's schedule that runs the forward pass of one micro-batch with
-the backward pass of another (`overlap_moe_expert_parallel_comm`).
+"""Our layer cut into the steps of Megatron's schedule that overlaps two micro-batches.
 
-Megatron cuts the graph between these steps: each takes detached tensors, runs its own backward, and
-the memory of what it took is freed when it is done. So whatever has a gradient, tokens, rows and
-gate weights, goes from step to step as an argument, and a step copies what it must keep. One call
-is under way in a layer at a time; backward passes in between do not touch it.
+With `overlap_moe_expert_parallel_comm` Megatron runs the forward pass of one micro-batch together
+with the backward pass of another.
 
-| Megatron's step | here |
+Megatron cuts the autograd graph between these steps. Each step receives detached tensors and runs
+its own backward pass, and the memory of its inputs is freed when the step is done. Therefore
+every tensor with a gradient (tokens, rows, gate weights) is passed from step to step as an
+argument, and a step copies the tensors that it must retain. A layer processes one call at a time;
+backward passes in between do not change the call's state.
+
+| Megatron's step | steps of our layer |
 |---|---|
 | `shared_experts_compute` | Megatron's shared expert |
 | `route`, `preprocess` | route, capacity, select, plan |
 | `dispatch` | dispatch |
 | `routed_experts_compute` | experts |
 | `combine`, `postprocess` | combine, leave |
-| `backward_dw` | weight gradients, under `delay_wgrad_compute` |
+| `backward_dw` | weight gradients, with `delay_wgrad_compute` |
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from moe_plugin.utils.run_feature import refuse_unfit
 
 @dataclass
 class _Call:
-    """The call under way: what a step leaves for the next ones in addition to its tensors."""
+    """State of the current call that later steps need in addition to their input tensors."""
 
     tokens: Tokens
     kept: KeptRouting
@@ -55,12 +58,12 @@ class _Call:
 
 
 class Stages:
-    """The steps of `PluginMoELayer`; its `forward` does not use them."""
+    """The steps of `PluginMoELayer` for Megatron's overlapping schedule."""
 
     _call: _Call | None = None
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Tensor | None:
-        """The shared expert's outputs [s, b, h]; None without one."""
+        """Return the shared expert's outputs [s, b, h], or None without a shared expert."""
         if self.shared_experts is None:
             return None
         if self.shared_experts_recompute:
@@ -69,9 +72,9 @@ class Stages:
 
     def route(self: Any, hidden_states: Tensor,
               padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(gate weights [T, K], experts int64 [T, K]) of hidden_states [s, b, h].
+        """Return gate weights [T, K] and expert ids, int64 [T, K], of hidden_states [s, b, h].
 
-        padding_mask: [b, s] bool, True = padding.
+        padding_mask: bool [b, s], True for padding.
         """
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
@@ -80,9 +83,9 @@ class Stages:
         routing = moe.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
         if routing.passthrough_T is not None:
             raise ValueError(
-                f"router.name={moe.config.router.name!r} does not fit "
-                "overlap_moe_expert_parallel_comm=True: it adds a part of each token to its "
-                "output; set one of the two otherwise")
+                f"router.name={moe.config.router.name!r} cannot be combined with "
+                "overlap_moe_expert_parallel_comm=True, because this router adds a part of each "
+                "token to its output. Choose another router, or turn the overlap off.")
         kept = moe.capacity(routing, self.training)
         layout, kept = moe.layouts.select(kept, None, self.training)
         self._call = _Call(tokens, kept, layout, traffic)
@@ -90,8 +93,10 @@ class Stages:
 
     def preprocess(self: Any, hidden_states: Tensor, probs: Tensor,
                    routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens [T, h] or in the latent width, gate weights as the plan has them); auxiliary
-        losses are attached.
+        """Plan the dispatch and attach the auxiliary losses.
+
+        Returns: the tokens [T, h] (or [T, latent width]), and the gate weights in the order of the
+            plan.
         """
         call = self._call
         call.plan = call.layout.dispatcher.plan(call.kept)
@@ -101,15 +106,17 @@ class Stages:
         if self.moe.latent is not None:
             x_TD = self.moe.latent.enter(dataclasses.replace(call.tokens, x_TD=x_TD))
         call.traffic.hold()
-        return x_TD, _weights(call.plan).clone()  # the router's backward reads its own
+        # cloned, because the router's backward pass reads the original
+        return x_TD, _weights(call.plan).clone()
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows [R, h] for this rank's experts, gate weights)."""
+        """Send the tokens; return the rows [R, h] of this rank's experts and the gate weights."""
         call = self._call
         call.traffic.go_on()
         parameters.wait_for(self.experts)
-        # no anchor: the exchanges' backward passes would run the hook of a parameter that gets its
-        # gradient from the experts' alone, and Megatron's overlapped reduction takes it there
+        # no anchor: with an anchor the backward passes of the exchanges would run the gradient
+        # hook of an expert parameter, in which Megatron's overlapped reduction collects the
+        # gradient, although only the experts' backward pass computes this gradient
         call.sent = call.layout.dispatch(hidden_states, call.plan, self.experts, anchored=False)
         [call.work] = call.sent
         call.traffic.hold()
@@ -121,7 +128,7 @@ class Stages:
 
     def routed_experts_compute(self: Any, hidden_states: Tensor,
                                probs: Tensor) -> tuple[Tensor, None]:
-        """(the experts' results for the rows [R, h], None: without a separate bias)."""
+        """Return the experts' results [R, h], and None because there is no separate bias."""
         call = self._call
         call.plan = _with_weights(call.plan, probs)
         rows = call.work.rows
@@ -131,14 +138,16 @@ class Stages:
         return self.experts(work), None
 
     def combine(self: Any, output: Tensor) -> Tensor:
-        """Each token's results weighted and summed, [T, h]."""
+        """Return the weighted sum of each token's expert results, [T, h]."""
         call = self._call
         call.traffic.go_on()
         call.sent.put_back(output)
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Outputs [s, b, h], with the shared expert's; ends the call."""
+        """Return the layer's outputs [s, b, h] with the shared expert's output, and end the
+        call.
+        """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)
@@ -148,16 +157,16 @@ class Stages:
         return y if shared_expert_output is None else y + shared_expert_output
 
     def backward_dw(self: Any, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """What backward passes have left of weight gradients."""
+        """Compute the weight gradients that the backward passes have postponed."""
         if routed_experts:
             if isinstance(self.experts, FFNExperts) and self.experts.later is not None:
                 self.experts.later.compute(dict(self.experts.named_parameters(recurse=False)))
             if not self._gradient_hooks and any(
                     hasattr(parameter, "main_grad") for parameter in self.experts.parameters()):
                 raise ValueError(
-                    "delay_wgrad_compute=True of a TransformerConfig needs it in "
-                    "DistributedDataParallelConfig, too, which would take no gradient of the "
-                    "experts: must be the same in both; set it there")
+                    "delay_wgrad_compute=True is set in TransformerConfig but not in "
+                    "DistributedDataParallelConfig, which would therefore ignore the gradients of "
+                    "the experts. Set it in both.")
             for hook in self._gradient_hooks:
                 hook()
         if shared_experts and self.shared_experts is not None:
@@ -165,14 +174,14 @@ class Stages:
 
 
 def delay(layer: Any) -> None:
-    """Leave the weight gradients of a `PluginMoELayer` to `backward_dw`.
+    """Postpone the weight gradients of a `PluginMoELayer` until `backward_dw` is called.
 
-    Strategies `fused` and `kernels` compute them there; other ways to compute experts have them
-    from the backward pass. Megatron takes all of them there: its data-parallel wrapper gives each
-    module that has the method `register_wgrad_accumulation_and_reduce_hooks` what takes the
-    gradient of any parameter in it. So the routed experts have it, not the layer, which has the
-    shared expert, too: what takes that one's gradients is its own modules' to call, when they are
-    there.
+    The strategies `fused` and `kernels` compute weight gradients in `backward_dw`. Other strategies
+    compute them in the backward pass. In both cases Megatron reduces the gradients in
+    `backward_dw`: for each module with a method `register_wgrad_accumulation_and_reduce_hooks`, its
+    data-parallel wrapper passes the reduction hooks of the module's parameters to this method. The
+    method is added to the routed experts and not to the whole layer, because the layer also
+    contains the shared expert, whose modules call the hooks of their own parameters.
     """
     layer._gradient_hooks = []
     layer.experts.register_wgrad_accumulation_and_reduce_hooks = functools.partial(
@@ -184,12 +193,12 @@ def delay(layer: Any) -> None:
 
 
 def check(layer: Any) -> None:
-    """`ValueError` for settings of a `PluginMoELayer` that cannot be cut into these steps."""
+    """Raise a `ValueError` if a setting prevents cutting a `PluginMoELayer` into these steps."""
     config, native, split = layer.moe.config, layer.config, layer.groups.tensor.size() > 1
     traits, graphs = layer.moe.layouts.available.traits, cuda_graphs(native)
     refuse_unfit(
         "overlap_moe_expert_parallel_comm=True, which hides exchanges behind another micro-batch,",
-        ((f"{name}={short(value)}", fits, f"must be {bound}; set one of the two otherwise")
+        ((f"{name}={short(value)}", fits, f"{name} must be {bound}, or turn the overlap off")
          for name, value, bound, fits in (
             ("parallel.mode", config.parallel.mode, "'fixed'", config.parallel.mode == "fixed"),
             ("parallel.d", config.parallel.d, 1, config.parallel.d == 1),
@@ -208,10 +217,11 @@ def check(layer: Any) -> None:
             ("router.pre_gate", config.router.pre_gate, 0, not config.router.pre_gate),
             ("router.name", config.router.name, "a router that reads no token ids",
              "token_ids" not in layer.needs),
-            # Megatron's schedule has the final norm in an MoE layer's last step alone
+            # Megatron's schedule applies the final norm only in the last step of an MoE layer
             ("moe_layer_freq", native.moe_layer_freq, "such that the last layer is an MoE layer",
              last_layer_is_moe(native)),
-            # it reaches into Megatron's own dispatcher, and into its layer where there are graphs
+            # the schedule accesses attributes of Megatron's flex dispatcher, and with CUDA graphs
+            # attributes of Megatron's own layer
             ("moe_token_dispatcher_type", native.moe_token_dispatcher_type, "'alltoall'",
              native.moe_token_dispatcher_type != "flex"),
             ("cuda_graph_impl", graphs, "'none'", graphs is None))))

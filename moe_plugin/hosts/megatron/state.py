@@ -1,17 +1,19 @@
-"""The layer's state in checkpoints: plain state dicts, and what the tuner of `parallel: auto` has
-learned.
+"""The layer's state in checkpoints: plain state dicts, and the results of the layout tuner.
 
-A state dict names each parameter as Megatron does (`router.*`, `experts.*`). They are also parts of
-`moe`, the `MoELayer` that runs them; its keys repeat these and are left out, and so is its
-description of this rank's experts: Megatron's sharded tensors store experts by global index, so a
-checkpoint loads at any expert-parallel size.
+The keys of a state dict are Megatron's parameter names (`router.*`, `experts.*`). The parameters
+also belong to `moe`, the `MoELayer` that runs them. The keys of `moe` are left out because they
+repeat the same parameters. The description of this rank's experts is left out as well: Megatron's
+sharded tensors store experts by global index, so a checkpoint can be loaded at any expert-parallel
+size.
 
-Tuner state is one object per layer, under the layer's global number, and optional. Every pipeline
-stage saves its own layers' objects; replicas of the experts may have learned different things, the
-first one's are kept. What was learned on another number of ranks is left out.
+Tuner state (of `parallel: auto`) is optional. The state is stored as one object per layer under the
+layer's global number. Every pipeline stage saves the objects of its own layers. If replicas of the
+experts have learned different layouts, the state of the first replica is saved. Results for another
+number of ranks are left out.
 
-So it is with a predicted layout, under `load_without_missing`. Megatron alone refuses a checkpoint
-without an object that is asked for, and no checkpoint of another layer or of fixed layouts has one.
+The state of a predicted layout is stored in the same way under `load_without_missing`. Without this
+function Megatron refuses a checkpoint that lacks a requested object, and checkpoints of another
+layer or of fixed layouts lack the tuner state.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ LATENT = "fc1_latent_proj", "fc2_latent_proj"  # Megatron's names of `moe.latent
 
 
 def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
-    """What the layer's tuner has learned; None where nothing is tuned."""
+    """Return the results of the layer's tuner, or None if the layer has no tuner."""
     return moe.get_extra_state().get(TUNER)
 
 
 def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook after `state_dict`: leaves out what `layer.moe` repeats and adds the tuner's state."""
+    """Remove the keys that `layer.moe` repeats and add the tuner's state; a hook after
+    `state_dict`.
+    """
     for key in [key for key in state if key.startswith(f"{prefix}moe.")]:
         del state[key]
     tuner = tuner_state(layer.moe)
@@ -50,15 +54,15 @@ def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
 
 
 def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Hook before `load_state_dict`: the inverse of `drop_repeated`.
+    """Undo `drop_repeated`; a hook before `load_state_dict`.
 
-    Tuner state is optional, and not used where nothing is tuned.
+    Tuner state in the state dict is optional and is ignored if the layer has no tuner.
     """
     saved = state.pop(prefix + TUNER, None)
     own = layer.moe.get_extra_state()
     if saved is not None and TUNER not in own:
-        logger.info("layer %s: the checkpoint's layout choices are not used: parallel.mode is "
-                    "'fixed'", layer.layer_number)
+        logger.info("layer %s: the checkpoint's layout choices are not used, because "
+                    "parallel.mode is 'fixed'", layer.layer_number)
     inner = {part: name for name, part in layer.moe.named_modules()}
     for name in ("router", "experts", *(LATENT if layer.moe.latent is not None else ())):
         own_prefix, repeated = f"{prefix}{name}.", f"{prefix}moe.{inner[getattr(layer, name)]}."
@@ -68,8 +72,10 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Around `dist_checkpointing.load`: of checkpoints in either layout of experts, and without
-    asking for a tuner that the checkpoint does not have, also in Megatron's own script.
+    """Wrap `dist_checkpointing.load` for checkpoints in either layout of experts.
+
+    Tuner state that the checkpoint does not contain is not requested. The wrapper also works in
+    Megatron's own script.
     """
     # the models are under `model`, or `model0`, `model1`, ...
     without_missing((part for key, part in given["sharded_state_dict"].items()
@@ -80,9 +86,9 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """The tuner's entry of a distributed checkpoint, where there is one.
+    """Return the tuner's entry of a distributed checkpoint, or an empty dictionary without a tuner.
 
-    offsets: axes that Megatron puts before ours (layers).
+    offsets: the leading axes that Megatron adds, such as the layer axis.
     """
     tuner = tuner_state(moe)
     if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
@@ -93,12 +99,12 @@ def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
-    """Take tuners that the checkpoint at `path` does not have out of the state dicts to load."""
+    """Remove tuner states that the checkpoint at `path` lacks from the state dicts to load."""
     wanted = [(model, key, entry) for model in models for key, entry in model.items()
               if isinstance(entry, ShardedObject) and key.endswith(f".{TUNER}")]
     known = dist_checkpointing.serialization.load_sharded_metadata(path) if wanted else {}
     for model, key, entry in wanted:
         if entry.unique_key not in known:
             del model[key]
-            logger.info("the checkpoint has no layout choices for %s: they are found again",
-                        key.removesuffix(f".{TUNER}"))
+            logger.info("the checkpoint has no layout choices for %s: the tuner will search for "
+                        "them again", key.removesuffix(f".{TUNER}"))

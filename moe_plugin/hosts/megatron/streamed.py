@@ -1,10 +1,11 @@
-"""`--weights-on host`: Megatron's model streams through one device, in any loop of Megatron's form.
+"""`--weights-on host`: stream the weights of Megatron's model through one device.
 
-The model is built in parts, as Megatron builds pipeline stages: the embedding, each transformer
-layer, the output layer. A part is a block of a `StreamedTrainer`, which lets one part after another
-compute all micro-batches of a step. The loop has one model, optimizer and function of the passes:
-what its forward step gives the model is kept for each micro-batch, and every part is called with
-it.
+The module works in any training loop of Megatron's form. The model is built in parts, as Megatron
+builds pipeline stages: the embedding, each transformer layer, and the output layer. Each part is a
+block of a `StreamedTrainer`, which lets one part after another compute all micro-batches of a step.
+The loop sees a single model, a single optimizer and a single function for the passes. The arguments
+with which the forward step calls the model are recorded for each micro-batch, and every part is
+called with these arguments.
 """
 
 from __future__ import annotations
@@ -43,26 +44,34 @@ from moe_plugin.planner.units import parse_size
 from moe_plugin.training.resilience.averaging_peers import PeerSteps, unfit_peer
 from moe_plugin.utils.run_feature import refuse_unfit
 
-MakePart = Callable[..., nn.Module]  # of pre_process and post_process, as of a pipeline stage
+MakePart = Callable[..., nn.Module]  # accepts pre_process and post_process, as a pipeline stage
 
 
 @dataclass
 class _Calls:
-    """Of the model, by micro-batch; now: whose turn it is."""
+    """Recorded calls of the model.
+
+    Attributes:
+        given: arguments of the calls by micro-batch.
+        now: the current micro-batch.
+    """
 
     given: list[dict[str, Any]] = field(default_factory=list)
     now: int = 0
 
 
 class ModelPart(nn.Module):
-    """A part of Megatron's GPT model: to [T, B, D], or the last one to losses [B, T]."""
+    """A part of Megatron's GPT model.
+
+    The output is [T, B, D], or losses [B, T] for the last part.
+    """
 
     def __init__(self, part: nn.Module, calls: _Calls) -> None:
         super().__init__()
         self.part, self.calls = part, calls
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, B, D]; of the first part anything."""
+        """Compute the part; x is [T, B, D] and ignored by the first part."""
         given = self.calls.given[self.calls.now]
         if self.part.pre_process:
             return self.part(**given)
@@ -71,11 +80,11 @@ class ModelPart(nn.Module):
             y = self.part(**given)
             return y.float() if self.part.post_process else y  # as Megatron's Float16Module
         finally:
-            self.part.set_input_tensor(None)  # it would keep the input
+            self.part.set_input_tensor(None)  # otherwise the part would keep the input alive
 
 
 class MegatronTrainer(StreamedTrainer):
-    """A `StreamedTrainer` whose blocks also draw from Megatron's tracker of random states."""
+    """A `StreamedTrainer` that also sets the random states of Megatron's tracker."""
 
     def __init__(self, calls: _Calls, *args: Any, **kwargs: Any) -> None:
         self.calls = calls
@@ -83,7 +92,7 @@ class MegatronTrainer(StreamedTrainer):
 
     @contextmanager
     def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
-        """See `StreamedTrainer`."""
+        """Set the random states for a micro-batch and block, see `StreamedTrainer`."""
         self.calls.now = micro_batch
         with super().randomness(micro_batch, block), own_randomness():
             yield
@@ -91,14 +100,16 @@ class MegatronTrainer(StreamedTrainer):
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Inside, Megatron's tracker of random states has states of its own, drawn from torch's
-    generator.
+    """Use separate states in Megatron's tracker of random states inside the block.
+
+    The states are drawn from torch's generator.
     """
     tracker = get_cuda_rng_tracker()
     before, own = tracker.get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
-        # where tensor-parallel ranks have different tokens or channels
+        # tensor-parallel ranks need different states for regions in which they have different
+        # tokens or channels
         torch.manual_seed(seed + ps.get_tensor_model_parallel_rank() * ("model" in name))
         own[name] = torch.cuda.get_rng_state()
     torch.manual_seed(first)
@@ -110,16 +121,16 @@ def own_randomness() -> Iterator[None]:
 
 
 class StreamedModel(nn.Module):
-    """The parts, as the one chunk of a model of Megatron's.
+    """The parts of a model, presented to Megatron as the model's single chunk.
 
     Attributes:
         module: the parts.
-        trainer: of them.
-        config: Megatron's.
-        norm: of the gradients of the last passes.
-        scaler: of the loss; None: nothing scales it.
-        peers: that average their weights with this one.
-        loaded: folder of the checkpoint that was.
+        trainer: the trainer of the parts.
+        config: Megatron's `TransformerConfig`.
+        norm: gradient norm of the latest passes.
+        scaler: loss scaler, or None if the loss is not scaled.
+        peers: peers that average their weights with this process.
+        loaded: folder of the checkpoint that was loaded.
     """
 
     vp_stage, pre_process, post_process = None, True, True
@@ -140,7 +151,7 @@ class StreamedModel(nn.Module):
                           for number in range(args.num_layers + 2)],
             self._loss, functools.partial(torch_optimizer, args), tier_of(device, offload.path),
             device=device, limit=limit, seed=args.seed + ps.get_data_parallel_rank(),
-            gradients=lambda block: None,  # the clipping completes them, once summed
+            gradients=lambda block: None,  # `StreamedNorm` reduces the summed gradients over ranks
             clip=StreamedNorm(args.clip_grad, self.scaler, ranks),
             resident=[] if args.untie_embeddings_and_output_weights else [0],
             main_weights=args.fp16 or args.bf16,
@@ -151,7 +162,7 @@ class StreamedModel(nn.Module):
         self._signature, self.norm = inspect.signature(first.forward), 0.0
 
     def _part(self, make: MakePart, number: int) -> nn.Module:
-        """Part `number`: 0 the embedding, then the layers, last the output."""
+        """Build part `number`: 0 is the embedding, followed by the layers and the output layer."""
         args = self._args
         first, last = number == 0, number == args.num_layers + 1
 
@@ -164,7 +175,7 @@ class StreamedModel(nn.Module):
             part = part.half() if args.fp16 else part.bfloat16()
         RankGradients.mark(part)
         if not args.untie_embeddings_and_output_weights:
-            if first:  # it stays on the device, where the output reads it
+            if first:  # the embedding stays on the device, where the output layer reads it
                 self._embedding = [part.embedding.word_embeddings.weight]
             elif last:
                 part.output_layer.weight = None
@@ -172,8 +183,9 @@ class StreamedModel(nn.Module):
         return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Keeps what the forward step gives the model. Nothing is computed yet: what comes back
-        takes the place of an output.
+        """Record the arguments of the forward step's call and return a placeholder.
+
+        The model is computed later, by the passes.
         """
         self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
         return torch.zeros(0)
@@ -181,7 +193,9 @@ class StreamedModel(nn.Module):
     def passes(self, *, forward_step_func: Callable[..., Any], data_iterator: Any,
                num_microbatches: int, forward_only: bool = False, **_: Any
                ) -> list[dict[str, Tensor]]:
-        """In the place of what Megatron's `get_forward_backward_func` returns, with its arguments.
+        """Replacement for the function returned by Megatron's `get_forward_backward_func`.
+
+        The arguments are the same.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         self._logged, self._count, left = [], num_microbatches, num_microbatches
@@ -207,13 +221,13 @@ class StreamedModel(nn.Module):
         called = len(self._calls.given) - before
         if called != 1:
             raise ValueError(
-                f"offload.weights=host does not fit this script, whose forward step calls the model"
-                f" {called} times: it must call it once and return its output; use "
-                "--weights-on device")
+                "offload.weights=host cannot be used with this script, because its forward step "
+                f"calls the model {called} times. The forward step must call the model once and "
+                "return its output. Change the script, or use --weights-on device.")
         return loss
 
     def _loss(self, output: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
-        """Of one micro-batch: its part of the step's, as in Megatron's schedules."""
+        """Return this micro-batch's share of the step's loss, as Megatron's schedules do."""
         total, *tokens, logged = loss(output)
         self._logged.append(logged)
         return (total / tokens[0].clamp(min=1) if tokens else total) / self._count * self._scale[0]
@@ -223,21 +237,22 @@ class StreamedModel(nn.Module):
         return torch.ones(1) if self.scaler is None else self.scaler.scale
 
     def zero_grad_buffer(self) -> None:
-        """Drop the gradients."""
+        """Discard the gradients."""
         self.trainer.forget()
 
 
 def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
           ) -> tuple[StreamedModel, StreamedOptimizer]:
-    """The model in parts, and its optimizer; Megatron's groups must be initialised.
+    """Build the model in parts and its optimizer. Megatron's groups must be initialised.
 
     Args:
-        make: a pipeline stage of the model, of which it may build a part of the layers alone.
-        args: of a training script.
-        settings: ours, by dotted path.
+        make: function that builds a pipeline stage, possibly with only some of the layers.
+        args: arguments of a training script.
+        settings: our settings, by dotted path.
     Raises:
-        ValueError: a setting does not fit weights that stream, with the remedy.
-        TierError: the tier has no room for the weights.
+        ValueError: a setting cannot be combined with streamed weights. The message contains the
+            remedy.
+        TierError: the storage tier is too small for the weights.
     """
     offload = run_config(settings).offload
     _check(args, settings, offload)
@@ -245,48 +260,49 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
         model = StreamedModel(make, args, offload)
     layers = plugin_layers(model)
     if args.num_experts and not layers:
-        raise ValueError("offload.weights=host does not fit Megatron's own MoE layers, whose "
-                         "routing cannot be repeated: give --spec moe_plugin.hosts.megatron.spec "
-                         "moe_layer, or use --weights-on device")
+        raise ValueError("offload.weights=host cannot be used with Megatron's own MoE layers, "
+                         "because their routing cannot be repeated. Use --spec "
+                         "moe_plugin.hosts.megatron.spec moe_layer, or --weights-on device.")
     for layer in layers:
         if "token_ids" in layer.needs:
             raise ValueError(
-                f"router {layer.plan.config.router.name} does not fit offload.weights=host, where "
-                "layers do not see token ids: use another one, or --weights-on device")
+                f"router {layer.plan.config.router.name} cannot be used with offload.weights=host, "
+                "because layers do not receive token ids. Use another router, or --weights-on "
+                "device.")
     return model, StreamedOptimizer(model, micro_batches(args))
 
 
 def micro_batches(args: argparse.Namespace) -> int:
-    """Of a step, on each rank."""
+    """Return the number of micro-batches per step on each rank."""
     return args.global_batch_size // (args.micro_batch_size * ps.get_data_parallel_world_size())
 
 
 def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: OffloadConfig) -> None:
     plain = "leave it out"
-    given = functools.partial(getattr, args)  # each loop has flags that the other one lacks
-    unfit = [*((f"--{name}-parallel-size {size}", size > 1, "use 1: " + remedy)
+    given = functools.partial(getattr, args)  # not every training loop defines all flags
+    unfit = [*((f"--{name}-parallel-size {size}", size > 1, "use 1, because " + remedy)
                for name, size, remedy in (
                    ("pipeline-model", args.pipeline_model_parallel_size,
-                    "a rank computes all layers, one after another"),
+                    "a rank computes all layers one after another"),
                    ("context", args.context_parallel_size,
-                    "share a sequence by --sequence-parallel"))),
+                    "sequences can be split only by --sequence-parallel"))),
              (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
               "use adam or sgd"),
              ("--moe-router-enable-expert-bias", args.moe_router_enable_expert_bias,
               "use --moe-router sigmoid_bias"),
              ("--recompute-granularity", args.recompute_granularity is not None,
-              "leave it out: every part is computed again"),
+              "leave it out, because every part is recomputed anyway"),
              ("--ensemble-heads", given("ensemble_heads", 1) > 1, plain),
              *unfit_peer(offload, given("moe_lighthouse", None)),
              (f"offload.activations={offload.activations}", offload.activations != "keep",
-              "leave it out: every part is computed again"),
+              "leave it out, because every part is recomputed anyway"),
              ("router.pre_gate", bool(settings.get("router.pre_gate")),
-              "use 0: parts run one after another"),
+              "use 0, because parts run one after another"),
              ("dispatch.name=bounded", settings.get("dispatch.name") == "bounded",
-              "use another dispatcher: a step cannot be repeated"),
+              "use another dispatcher, because a step cannot be repeated"),
              ("gradient_accumulation_fusion", bool(given("gradient_accumulation_fusion", None)),
-              "give --no-gradient-accumulation-fusion"),
-             # which an evaluation implies
+              "use --no-gradient-accumulation-fusion"),
+             # --skip-train implies --no-load-optim
              ("--no-load-optim", bool(given("no_load_optim", None)) and not args.skip_train, plain),
              *((f"guard.{name}", bool(settings.get(f"guard.{name}")), plain)
                for name in ("votes", "twins")),
@@ -304,7 +320,9 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
 
 
 def numbered(spec: Any, number: int) -> Any:
-    """The spec of a layer which is the only one of its part, but has its number in the model."""
+    """Return the spec of a layer with its number in the model, although its part has no other
+    layer.
+    """
 
     class Layer(spec.module):  # type: ignore[misc,name-defined]
 

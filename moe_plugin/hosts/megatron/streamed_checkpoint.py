@@ -1,5 +1,7 @@
-"""Checkpoints of a model whose weights stream: `ROOT/iter_0000100` has a safetensors file for each
-part, and the run's progress.
+"""Checkpoints of a model with streamed weights.
+
+A checkpoint folder such as `ROOT/iter_0000100` contains one safetensors file per model part and
+the progress of the run.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
     """Write a checkpoint and return its folder.
 
     Args:
-        settings: see `model_settings`.
-        progress: at least "iteration" and "consumed_samples"; JSON values.
+        root: the folder that contains the checkpoints.
+        settings: the model's settings, see `model_settings`.
+        progress: JSON values by name; must contain "iteration" and "consumed_samples".
     Raises:
-        ValueError: it cannot be written; older ones are untouched.
-        FloatingPointError: a weight or state of an optimizer is not finite; nothing is written.
+        ValueError: the checkpoint cannot be written. Older checkpoints are not changed.
+        FloatingPointError: a weight or an optimizer state is not finite. Nothing is written.
     """
     folder = files.folder(root, progress["iteration"])
     if (scaler := model.scaler) is not None:
@@ -57,14 +60,16 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
 
 def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote; its progress, empty if it is absent, with a warning.
+    """Load a checkpoint that `save` wrote and return its progress.
+
+    If `root` has no checkpoint, a training run logs a warning and gets an empty dictionary.
 
     Args:
-        optimizer: None: the model only evaluates.
-        iteration: None: the newest one.
+        optimizer: the optimizer to load, or None if the model is only evaluated.
+        iteration: the iteration to load. Defaults to the newest iteration.
     Raises:
-        ValueError: it is of another model, damaged, or no checkpoint of streamed weights; or there
-            is none to evaluate.
+        ValueError: the checkpoint belongs to another model, is damaged, or does not contain
+            streamed weights; or there is no checkpoint to evaluate.
     """
     iteration = iteration or files.latest(root)
     if iteration is None:
@@ -72,17 +77,18 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
         return {}
     path = Path(files.folder(root, iteration)) / META
     if not path.exists():
-        raise ValueError(f"{path.parent} has no {META}: it was not written with --weights-on host, "
-                         "whose checkpoints are files of parts; give another folder to --load, or "
-                         "use --weights-on device")
+        raise ValueError(f"{path.parent} has no {META}, so the checkpoint was not written with "
+                         "--weights-on host. Pass another folder to --load, or use "
+                         "--weights-on device.")
     check_input(path)
     try:
         meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
         progress = {**meta, "iteration": int(meta["iteration"]),
                     "consumed_samples": int(meta["consumed_samples"])}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({short(error)}): write the number of another folder "
-                         f"into {os.path.join(root, files.LATEST)}") from error
+        raise ValueError(f"{path} is damaged ({short(error)}). To load another checkpoint, write "
+                         "its iteration number into "
+                         f"{os.path.join(root, files.LATEST)}.") from error
     folder = str(path.parent)
     check_settings(folder, meta.get("settings") or {}, settings)
     if optimizer is not None and meta.get("optimizer", optimizer.kind) != optimizer.kind:
@@ -98,13 +104,13 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
 
 
 def _own(folder: str) -> str:
-    """The folder of this rank's files."""
+    """Return the folder that contains this rank's files."""
     return folder if dist.get_world_size() == 1 else os.path.join(
         folder, f"rank_{dist.get_rank():05d}")
 
 
 def _ranks() -> list[int]:
-    """How many there are, and how they share the model; of one: that."""
+    """Return the number of ranks and, with more than one rank, the sizes of the parallel groups."""
     if dist.get_world_size() == 1:
         return [1]
     return [dist.get_world_size(), ps.get_tensor_model_parallel_world_size(),

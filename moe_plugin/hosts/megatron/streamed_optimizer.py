@@ -1,5 +1,6 @@
-"""The optimizers of a model of Megatron's whose weights stream: one for each part, which a loop
-sees as one.
+"""Optimizers of a Megatron model with streamed weights.
+
+Each part of the model has its own optimizer; the training loop sees them as one optimizer.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 class StreamedOptimizer:
-    """The optimizers of a model's parts, as a loop and `FiniteSteps` see Megatron's one."""
+    """The optimizers of a model's parts behind the interface of Megatron's optimizer."""
 
-    optimizer = None  # gradients are in no memory together
+    optimizer = None  # the gradients of all parts never exist in memory at the same time
     is_stub_optimizer = False
-    grad_scaler: Any = None  # of Megatron's
+    grad_scaler: Any = None  # Megatron's gradient scaler
 
     def __init__(self, model: Any, micro_batches: int) -> None:
         self.model, self.trainer, self._micro_batches = model, model.trainer, micro_batches
@@ -39,32 +40,35 @@ class StreamedOptimizer:
 
     @property
     def kind(self) -> str:
-        """Name of their class."""
+        """Name of the class of the parts' optimizers."""
         return next((type(block.optimizer).__name__ for block in self.trainer.blocks
                      if block.optimizer is not None), "none")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parts."""
+        """Parameter groups of all parts."""
         return self.trainer.param_groups
 
     def get_loss_scale(self) -> Tensor:
-        """Of losses; without a scaler: 1."""
+        """Return the factor by which losses are multiplied; 1 without a scaler."""
         return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """See `StreamedModel`, which does it: the loss."""
+        """Return the loss unchanged, because `StreamedModel` scales the loss."""
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `StreamedModel.zero_grad_buffer`."""
+        """Do nothing; `StreamedModel.zero_grad_buffer` clears the gradients."""
 
     def prepare_grads(self) -> bool:
-        """Whether the step is to be skipped."""
+        """Return whether the step must be skipped."""
         return not math.isfinite(self.model.norm)
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Clip and step: whether it did, the norm, and in the place of the number of zeros None."""
+        """Clip the gradients and make a step.
+
+        Returns: whether the step was made, the gradient norm, and None for the number of zeros.
+        """
         skip = self.prepare_grads()
         self.trainer.update(skip)
         if skip:
@@ -74,10 +78,12 @@ class StreamedOptimizer:
 
 
 class RankGradients:
-    """Completes the gradients of a part over a peer's ranks, with the arithmetic of Megatron's
-    `DistributedDataParallel` and `finalize_model_grads`: they are divided by the data-parallel size
-    and summed over the ranks that store the parameter; those of parameters that tensor-parallel
-    ranks use with different tokens are summed over them, too. Megatron's groups must be there.
+    """Reduction of a part's gradients over the ranks of a peer.
+
+    The arithmetic is the same as in Megatron's `DistributedDataParallel` and
+    `finalize_model_grads`: gradients are divided by the data-parallel size and summed over the
+    ranks that store the parameter. If tensor-parallel ranks use a parameter with different tokens,
+    the gradients are also summed over these ranks. Megatron's process groups must exist.
     """
 
     def __init__(self) -> None:
@@ -88,17 +94,17 @@ class RankGradients:
 
     @staticmethod
     def mark(part: nn.Module) -> None:
-        """Mark the parameters of a part whose gradients tensor-parallel ranks sum."""
+        """Mark the parameters for which tensor-parallel ranks must sum the gradients."""
         for name, p in part.named_parameters():
             p.sum_over_tensor_ranks = part.config.sequence_parallel and getattr(
                 p, "sequence_parallel", False) or part.config.qk_layernorm and (
                     "q_layernorm" in name or "k_layernorm" in name)
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Collective."""
+        """Reduce the gradients of these parameters. This is a collective call."""
         trained = [p for p in parameters if p.requires_grad]
         for p in trained:
-            if p.grad is None:  # the other ranks may have one
+            if p.grad is None:  # the other ranks may have a gradient and wait in the collective
                 p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
         for expert, group in self.data.items():
             found = [p.grad for p in trained if is_expert(p) == expert]
@@ -120,17 +126,19 @@ def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class StreamedNorm:
-    """The bits of Megatron's own clipping, without Apex and Transformer Engine: a
+    """Gradient clipping that equals Megatron's own clipping bit by bit: a
     `memory.weights.streamed.Clip`.
 
-    Megatron takes the norm of the tensors' norms, of dense parameters and of experts apart, in the
-    order of the optimizer: matrices of the whole model, then vectors; then over the ranks that
-    have different ones.
+    The results are equal if neither Apex nor Transformer Engine is installed. Like Megatron, the
+    class computes the norm of the tensors' norms, separately for dense parameters and for experts.
+    The order is the order of the optimizer: first the matrices of the whole model, then the
+    vectors. The norms are then reduced over the ranks that store different parameters.
 
     Args:
-        max_norm: of all gradients; 0: they are not clipped.
-        scaler: of the loss, by whose scale gradients are divided; None: nothing scales it.
-        ranks: complete the gradients first; None: there is one.
+        max_norm: bound for the norm of all gradients; 0 disables clipping.
+        scaler: loss scaler; gradients are divided by its scale. None if the loss is not scaled.
+        ranks: object that reduces the gradients over ranks before the norm is computed, or None
+            with a single rank.
     """
 
     def __init__(self, max_norm: float, scaler: Any = None,
@@ -143,7 +151,7 @@ class StreamedNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the gradients of a part; place: its number."""
+        """Add the gradients of part number `place` to the norm."""
         if self.ranks is not None:
             self.ranks(parameters)
         for parameter in parameters:
@@ -156,7 +164,7 @@ class StreamedNorm:
                 norms.append(torch.norm(parameter.grad))
 
     def norm(self) -> Tensor:
-        """The norm of all that was taken since the last call, 0-dim float64. Collective."""
+        """Return the norm of all gradients added since the last call, 0-dim float64. Collective."""
         kinds = [self._norm_of(expert) for expert in (False, True)]
         kinds = [norm for norm in kinds if norm is not None]
         total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
@@ -177,18 +185,18 @@ class StreamedNorm:
         return float(squared)**0.5
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Make them smaller where the norm is above its bound."""
+        """Scale the gradients down if the norm exceeds its bound."""
         if self._factor < 1:
             for gradient in gradients:
                 gradient.mul_(self._factor)
 
     def forget(self) -> None:
-        """Drop what was taken."""
+        """Discard the norms that were added."""
         self._norms = {}
 
 
 def device_of_parts() -> torch.device:
-    """The device that computes."""
+    """Return the device on which parts are computed."""
     if torch.cuda.is_available() and not cpu.enabled():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -196,7 +204,10 @@ def device_of_parts() -> torch.device:
 
 def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
                     ) -> torch.optim.Optimizer:
-    """Torch's, as Megatron uses it, with its names in the groups; vectors have no weight decay."""
+    """Return torch's optimizer with the options and parameter groups that Megatron would use.
+
+    Vectors have no weight decay.
+    """
     kinds = [(1.0, [p for p in params if not is_vector(p)]),
              (0.0, [p for p in params if is_vector(p)])]
     groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,

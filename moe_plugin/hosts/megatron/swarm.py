@@ -1,9 +1,9 @@
-"""`--swarm`: peers that come and go serve the stages of a GPT model, on Megatron's own loop.
+"""`--swarm`: peers that may join and leave serve the stages of a GPT model on Megatron's own loop.
 
-Trainers run the loop: they read data, set learning rates, log and save, and have no weights. A peer
-runs the same command with `--swarm peer`. It builds the layers of one stage as Megatron builds a
-pipeline stage, and computes them by the script's own forward step, which gets the micro-batch that
-a trainer has read.
+Trainers run the loop: they read data, set learning rates, write logs and checkpoints, and have no
+weights. A peer runs the same command with `--swarm peer`. The peer builds the layers of one stage
+as Megatron builds a pipeline stage, and computes the layers with the script's own forward step,
+which receives the micro-batch that a trainer has read.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
 
 
 class SwarmStage(nn.Module):
-    """A stage of the model: the script's forward step on its layers.
+    """A stage of the model: the script's forward step applied to the stage's layers.
 
     Args:
-        part: a pipeline stage of Megatron's.
-        forward_step: the script's.
+        part: a pipeline stage built by Megatron.
+        forward_step: the forward step of the script.
     """
 
     def __init__(self, part: nn.Module, forward_step: ForwardStep) -> None:
@@ -61,8 +61,10 @@ class SwarmStage(nn.Module):
         self.loss: Callable[[Tensor], Any] | None = None
 
     def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """x: [T, B, D], of the first stage anything. Returns [T, B, D], of the last stage what the
-        script's loss function takes.
+        """Compute the stage.
+
+        x: [T, B, D], the output of the previous stage. The first stage ignores x.
+        Returns: [T, B, D], or on the last stage the input of the script's loss function.
         """
         if not self.part.pre_process:
             self.part.set_input_tensor(x)
@@ -75,17 +77,17 @@ class SwarmStage(nn.Module):
 
 
 class MegatronPeer(StagePeer):
-    """A peer whose requests, each in a thread of its own, run where the process runs."""
+    """A peer that handles each request in a separate thread, on the device of the process."""
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        # what reads "cuda" as "cpu" is of the thread that enabled it
+        # `cpu.building`, which maps "cuda" to "cpu", applies only to the thread that enters it
         with cpu.building() if cpu.enabled() else contextlib.nullcontext():
             return super()._answer(request)
 
 
 def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_step: ForwardStep
           ) -> None:
-    """Serve a stage until the trainer is gone or has ended."""
+    """Serve a stage until the trainer has ended or is no longer reachable."""
     count = args.global_batch_size // args.micro_batch_size
     made: list[SwarmStage] = []
 
@@ -93,13 +95,16 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 
     def stage(number: int) -> SwarmStage:
         with states(*begin):
-            for before in range(number):  # so that weights are those of the model in one process
+            # build the earlier stages, too, so that the weights equal those of a model that is
+            # built in one process
+            for before in range(number):
                 stage_of(make, before, swarm.stages, args.num_layers, forward_step)
             found = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
         for layer in plugin_layers(found):
             if "token_ids" in layer.needs:
-                raise ValueError(f"router {layer.plan.config.router.name} does not fit --swarm, "
-                                 "where layers do not see token ids: use another one")
+                raise ValueError(f"router {layer.plan.config.router.name} cannot be used with "
+                                 "--swarm, because layers do not receive token ids. Use another "
+                                 "router.")
         made[:] = [found]
         return found
 
@@ -112,14 +117,14 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
         address_of(swarm), [functools.partial(stage, number) for number in range(swarm.stages)],
         functools.partial(torch_optimizer, args), loss, host=swarm.host, device=device_of_parts(),
         timeout_s=swarm.timeout_s, secret=_secret(swarm))
-    logger.info("swarm: this peer looks for a trainer at %s", swarm.address)
+    logger.info("swarm: this peer is looking for a trainer at %s", swarm.address)
     with core.auxiliary_scale(torch.ones(1) * (1 / count)):
         peer.run()
 
 
 @contextlib.contextmanager
 def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, torch's generator and Megatron's tracker begin with these states."""
+    """Use these states in torch's generator and in Megatron's tracker inside the block."""
     tracker = get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
     torch.set_rng_state(own)
@@ -133,7 +138,7 @@ def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
 
 def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
              ) -> SwarmStage:
-    """Stage `number`, which has an equal share of the layers."""
+    """Return stage `number`, which has an equal share of the layers."""
     begin, end = (layers * n // stages for n in (number, number + 1))
 
     def chosen(specs: list[Any]) -> list[Any]:
@@ -145,7 +150,7 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
 
 
 class SwarmModel(nn.Module):
-    """The one chunk of a trainer's model, without weights, and the passes over peers."""
+    """The single chunk of a trainer's model, without weights, and its passes over the peers."""
 
     vp_stage, pre_process, post_process = None, True, True
 
@@ -155,15 +160,17 @@ class SwarmModel(nn.Module):
         self.trainer, self.norm = trainer, 0.0
 
     def close(self) -> None:
-        """Tell the others that this trainer has ended."""
+        """Tell the other processes that this trainer has ended."""
         if isinstance(self.trainer, Swarm):
             self.trainer.close()
         else:
-            logger.info("this trainer drove %d micro-batches", self.trainer.driven)
+            logger.info("this trainer has processed %d micro-batches", self.trainer.driven)
 
     def passes(self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False,
                **_: Any) -> list[dict[str, Tensor]]:
-        """In the place of what Megatron's `get_forward_backward_func` returns, with its arguments.
+        """Replacement for the function returned by Megatron's `get_forward_backward_func`.
+
+        The arguments are the same.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         given = [(torch.zeros(1, dtype=torch.int64), _tensors(next(iterator)))
@@ -177,13 +184,13 @@ class SwarmModel(nn.Module):
         return list(found.logged if leads else found["logged"])
 
     def zero_grad_buffer(self) -> None:
-        """Peers drop the gradients."""
+        """Do nothing, because the peers clear the gradients."""
 
 
 class SwarmOptimizer(StreamedOptimizer):
-    """The peers' optimizers, as Megatron's loop and `FiniteSteps` see one."""
+    """The peers' optimizers behind the interface that Megatron's loop and `FiniteSteps` expect."""
 
-    param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - each has its own
+    param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - every instance sets its own list
 
     def __init__(self, model: SwarmModel, args: argparse.Namespace) -> None:
         self.model = model
@@ -191,7 +198,7 @@ class SwarmOptimizer(StreamedOptimizer):
         self.param_groups = torch_optimizer(args, some).param_groups
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Let the peers clip and step; see `StreamedOptimizer.step`."""
+        """Make the peers clip and step; see `StreamedOptimizer.step`."""
         skip = self.prepare_grads()
         if isinstance(self.model.trainer, Swarm):
             self.model.trainer.update(skip, [
@@ -202,13 +209,14 @@ class SwarmOptimizer(StreamedOptimizer):
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
            ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
-    """Model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` returns them; a
-    peer serves here, and its process ends.
+    """Return model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` does.
+
+    If the process is a peer, this function serves the trainer and then ends the process.
 
     Args:
-        given: its arguments by name.
-        run: as it is in each step.
-        forward_step: the script's.
+        given: arguments of `setup_model_and_optimizer` by name.
+        run: function that returns the current run.
+        forward_step: the forward step of the script.
     """
     arguments = script_arguments()
     args, make = argparse.Namespace(**arguments), stages_of(given)
@@ -235,7 +243,8 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: Forwa
     if progress:
         resume(arguments, progress, scheduler)
     if isinstance(trainer, Swarm):
-        logger.info("swarm: %s waits for %d peers", swarm.address, swarm.peers or swarm.stages)
+        logger.info("swarm: %s is waiting for %d peers", swarm.address,
+                    swarm.peers or swarm.stages)
         trainer.wait_for(swarm.peers or swarm.stages)
     return [model], optimizer, scheduler
 
@@ -252,8 +261,9 @@ def _trainer(swarm: SwarmConfig, args: argparse.Namespace, folder: Path | None
 
 
 def save(given: Mapping[str, Any]) -> None:
-    """In the place of Megatron's `save_checkpoint`, by whose names its arguments are given: the
-    leading trainer writes all stages.
+    """Write a checkpoint of all stages; a replacement for Megatron's `save_checkpoint`.
+
+    Only the leading trainer writes. `given` contains the arguments of `save_checkpoint` by name.
     """
     arguments, [model] = script_arguments(), given["model"]
     if not isinstance(model.trainer, Swarm):
@@ -270,15 +280,17 @@ def save(given: Mapping[str, Any]) -> None:
 
 def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
            ) -> tuple[dict[str, Any], Path | None]:
-    """(progress, folder) of a checkpoint that `save` wrote; empty and None if there is none."""
+    """Return the progress and folder of a checkpoint that `save` wrote, or ({}, None) without
+    one.
+    """
     iteration = iteration or files.latest(root)
     if iteration is None:
         files.nothing_found(root, False)
         return {}, None
     path = Path(files.folder(root, iteration)) / META
     if not path.exists():
-        raise ValueError(f"{path.parent} has no {META}: it was not written by a swarm; give another"
-                         " folder to --load, or leave out --swarm")
+        raise ValueError(f"{path.parent} has no {META}, so it was not written by a swarm. Pass "
+                         "another folder to --load, or leave out --swarm.")
     check_input(path)
     progress, _ = checksums.open_json(path.read_text(encoding="utf-8"))
     check_settings(str(path.parent), progress.get("settings") or {}, settings)
@@ -290,18 +302,18 @@ def _check(args: argparse.Namespace, swarm: SwarmConfig) -> None:
     given = functools.partial(getattr, args)
     unfit = [
         (f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
-         "start one; more machines are peers"),
-        ("tied embeddings, a parameter of two stages",
+         "start a single process, and add more machines as peers"),
+        ("tied embeddings, which are shared by two stages",
          swarm.stages > 1 and not args.untie_embeddings_and_output_weights,
-         "give --untie-embeddings-and-output-weights"),
+         "use --untie-embeddings-and-output-weights"),
         (f"--num-layers {args.num_layers} below --swarm-stages {swarm.stages}",
-         args.num_layers < swarm.stages, "give fewer stages"),
+         args.num_layers < swarm.stages, "use fewer stages"),
         ("--bf16 or --fp16", args.bf16 or args.fp16, "train in float32; --swarm-wire bf16 sends 16 "
          "bits"),
         (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
          "use adam or sgd"),
         ("--recompute-granularity", args.recompute_granularity is not None,
-         "leave it out: every stage is computed again"),
+         "leave it out, because every stage is recomputed anyway"),
         *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
             "native_moe", "calculate_per_token_loss", "use_distributed_optimizer", "skip_train",
             "mtp_num_layers", "hybrid_layer_pattern", "rampup_batch_size", "moe_lighthouse",
@@ -312,7 +324,7 @@ def _check(args: argparse.Namespace, swarm: SwarmConfig) -> None:
 
 
 def address_of(swarm: SwarmConfig) -> tuple[str, int]:
-    """Of the leading trainer."""
+    """Return host and port of the leading trainer."""
     host, _, port = swarm.address.rpartition(":")
     return host, int(port)
 

@@ -1,11 +1,11 @@
-"""Train a GPT language model with our MoE layer: the short script of this package on Megatron's own
+"""Train a GPT language model with our MoE layer: this package's short script on Megatron's own
 loop.
 
     torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
     --num-layers 4 ...
 
-It is `python -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe` by another name; `--cpu` stands
-for the launcher's `--moe-cpu`. See docs/megatron.md.
+This command is the same as `python -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe`. The
+option `--cpu` is the launcher's `--moe-cpu`. See docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPTIONS = {"--cpu": launch.CPU, launch.CPU: launch.CPU}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; the status with which the process ends (`endings.status_of`)."""
+    """Run the command line and return the exit status of the process (see `endings.status_of`)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = [_OPTIONS[word] for word in argv if word in _OPTIONS]
     return launch.main([*options, "pretrain_gpt_moe",

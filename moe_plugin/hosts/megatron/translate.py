@@ -1,10 +1,9 @@
-"""Megatron's settings to ours: what our router expresses, what Megatron's own router does, what is
-refused.
+"""Translation of Megatron's settings to ours.
 
-Native MoE arguments keep their meaning. Where our router gives the same numbers it is used; where a
-setting is known only to Megatron's router, that router is built and its decision is carried into
-our layer; what neither can do is a `ValueError`. Settings that only choose a native implementation
-(dispatcher type, fusions) have no effect on results and are logged.
+Native MoE arguments keep their meaning. If our router gives the same numbers, our router is used.
+If only Megatron's router supports a setting, Megatron's router is built and its decisions are used
+in our layer. A setting that neither router supports raises a `ValueError`. Settings that only
+choose a native implementation (dispatcher type, fusions) have no effect on results and are logged.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
 
-# Paths of our tree that a native Megatron argument sets. Our generated flags for them are not
-# offered.
+# Paths of our settings that a native Megatron argument sets. No flags are generated for these
+# paths, so that every setting has only one flag.
 NATIVE_ARGUMENTS: dict[str, str] = {
     "num_experts": "--num-experts",
     "deterministic": "--deterministic-mode",
@@ -72,16 +71,16 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 
 @dataclass(frozen=True)
 class Translation:
-    """A layer's settings in our terms.
+    """The settings of a layer in our terms.
 
     Attributes:
-        config: of the layer.
-        run: what the host reads.
-        native_router: why Megatron's router is needed (empty: ours is used).
-        notices: what has no effect here.
-        native_balance: Megatron's router keeps the load even.
-        follows_recipe: `experts.precision` is that of Megatron's recipe, which may leave out some
-            layers.
+        config: settings of the layer.
+        run: settings that the host reads.
+        native_router: reasons why Megatron's router is needed; empty if our router is used.
+        notices: settings without effect, as log lines.
+        native_balance: whether Megatron's router balances the load.
+        follows_recipe: whether `experts.precision` comes from Megatron's recipe, which may exclude
+            some layers.
     """
 
     config: MoEConfig
@@ -93,7 +92,7 @@ class Translation:
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings given by `--moe-config` and the generated flags, as dotted paths.
+    """Return the settings given by `--moe-config` and the generated flags, by dotted path.
 
     Flags override the file.
     """
@@ -101,10 +100,10 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """`comm.timeout_s` of settings by dotted paths, in seconds.
+    """Return `comm.timeout_s` of settings by dotted path, in seconds.
 
     Raises:
-        ValueError: it is out of bounds.
+        ValueError: the timeout is out of bounds.
     """
     given = {path: settings[path] for path in ("comm.timeout_s",) if path in settings}
     return with_overrides(MoEConfig(), given).comm.timeout_s
@@ -112,15 +111,15 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
 
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
-    """Our config for a Megatron `TransformerConfig`.
+    """Return our config for a Megatron `TransformerConfig`.
 
     Args:
-        native: `TransformerConfig` (any supported version).
-        settings: ours, dotted paths to values, only those that were given.
-        injected_router: the layer spec names a router class of its own.
+        native: `TransformerConfig` of any supported version.
+        settings: our settings as dotted paths to values; only settings that the user gave.
+        injected_router: whether the layer spec names its own router class.
     Raises:
-        ValueError: a native setting that this layer does not support, one of ours that contradicts
-            a native one, a bad value.
+        ValueError: this layer does not support a native setting, one of our settings contradicts a
+            native setting, or a value is invalid.
     """
     refuse_unsupported(with_known_names(native))
     if not injected_router:
@@ -129,7 +128,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     whole = describes_layers(settings)
     settings = _without_open(settings)
     reasons = [reason for reason in fields.router_reasons(native)
-               # whether the router has a bias, the file says
+               # a settings file that describes layers also decides whether the router has a bias
                if not (whole and reason.startswith("add_bias_linear="))]
     reasons += ["the spec's own router"] if injected_router else []
     known = _agreed(native, settings, whole and not reasons)
@@ -151,8 +150,10 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments, by attribute, that say the same as these settings by dotted path; what
-    it has no argument for is left out.
+    """Return the Megatron arguments, by attribute, that are equivalent to our settings by dotted
+    path.
+
+    Settings without an equivalent argument are left out.
     """
     settings = _without_open(settings)
     found = {name: settings[path] for path, name in _ATTRIBUTES.items()
@@ -170,7 +171,7 @@ def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# what Megatron has an argument of the same values for: path in our tree -> attribute
+# settings for which Megatron has an argument with the same values: our path -> attribute
 _ATTRIBUTES = {
     "model_dim": "hidden_size",
     "num_experts": "num_experts",
@@ -190,7 +191,7 @@ _ATTRIBUTES = {
 
 
 def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same without those that leave a choice to the host, as by default."""
+    """Return the settings without values that leave the choice to the host."""
     open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
                    "experts.init_std": None}
     return {path: value for path, value in settings.items()
@@ -198,14 +199,14 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """What Megatron's settings say in our terms, once they and ours agree.
+    """Return Megatron's settings in our terms after checking that they do not contradict ours.
 
-    whole: ours describe layers: what our layer alone computes and Megatron leaves at its default
-        is then as they say.
+    whole: whether our settings describe whole layers. In this case our value is used if only our
+        layer supports the value and Megatron's setting is at its default.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),
-            # Megatron's own shared expert is used
+            # contains Megatron's size, although our layer uses Megatron's shared expert
             "experts.shared_hidden_dim": native.moe_shared_expert_intermediate_size or 0,
             "experts.shared_gate": bool(setting(native, "moe_shared_expert_gate", False))}
     defaults = {"router.score": "softmax", "router.normalize": "before_drop",
@@ -238,7 +239,7 @@ def _native_values(native: Any) -> dict[str, Any]:
         "experts.activation": _activation(native),
         "experts.bias": bool(native.add_bias_linear),
         "experts.shared_hidden_dim": 0,  # Megatron's own shared expert is used
-        "experts.shared_gate": False,  # with its own gate
+        "experts.shared_gate": False,  # the gate belongs to Megatron's shared expert
         "experts.shared_overlap": bool(setting(native, "moe_shared_expert_overlap", False)),
         "experts.recompute_activation": native.recompute_granularity == "selective" and "moe_act" in
                                         (setting(native, "recompute_modules") or []),
@@ -250,9 +251,9 @@ def _check_agreement(path: str, settings: Mapping[str, Any], native_value: Any) 
     if path in settings and settings[path] != native_value:
         argument = NATIVE_ARGUMENTS.get(path, "--hidden-size")
         raise ValueError(
-            f"{path}={short(settings[path])} contradicts Megatron's own setting, which says "
-            f"{short(native_value)}; set both to one value, or leave one of the two out: "
-            f"{argument}, or {path} in the moe-plugin settings")
+            f"{path}={short(settings[path])} contradicts Megatron's own setting, which is "
+            f"{short(native_value)}. Set both to the same value, or remove one of the two: "
+            f"{argument}, or {path} in the moe-plugin settings.")
 
 
 def _losses(native: Any, given: Mapping[str, float] | None,
@@ -261,8 +262,8 @@ def _losses(native: Any, given: Mapping[str, float] | None,
     if native_router:  # Megatron's router attaches its own losses
         if extra:
             raise ValueError(
-                f"losses={short(dict(extra))} cannot be used with Megatron's own router; use "
-                "moe_aux_loss_coeff and moe_z_loss_coeff"
+                f"losses={short(dict(extra))} cannot be used with Megatron's own router. Use "
+                "moe_aux_loss_coeff and moe_z_loss_coeff."
             )
         return {}
     weights = {"switch": balance.aux_coefficient(native),
@@ -270,15 +271,15 @@ def _losses(native: Any, given: Mapping[str, float] | None,
     weights = {name: weight for name, weight in weights.items() if weight}
     if weights and given is not None and not given:
         raise ValueError(
-            f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff; set "
-            "these to 0, or leave losses out"
+            f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff. Set "
+            "these two to 0, or leave losses out."
         )
     both = sorted(set(weights) & set(extra))
     if both:
         raise ValueError(
             f"losses.{both[0]}={short(extra[both[0]])} contradicts {short(weights[both[0]])} from "
-            "moe_aux_loss_coeff/moe_z_loss_coeff; "
-            "give one of the two")
+            "moe_aux_loss_coeff/moe_z_loss_coeff. "
+            "Use only one of the two.")
     if whole and given is None and not weights:
         return dict(MoEConfig().losses)
     return {**weights, **extra}
@@ -290,9 +291,8 @@ def _activation(native: Any) -> str:
     names = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", squared_relu: "squared_relu"}
     if native.activation_func not in names:
         raise ValueError(
-            f"activation_func={native.activation_func!r} is not supported: must be one of gelu, "
-            "silu, relu, squared_relu; "
-            "choose one of these")
+            f"activation_func={native.activation_func!r} is not supported. Use gelu, silu, relu or "
+            "squared_relu.")
     return names[native.activation_func]
 
 
@@ -307,19 +307,20 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
         if settings[path] != defaults[path]:
             raise ValueError(
                 f"{path}={short(settings[path])} cannot be used with Megatron's own router, which "
-                f"{', '.join(reasons)} asks for; "
-                "leave out one of the two")
+                f"{', '.join(reasons)} requires. "
+                "Leave out one of the two.")
 
 
 def refuse_unsupported(native: Any) -> None:
-    """`ValueError` for the first native setting that this layer cannot honour.
+    """Raise a `ValueError` for the first native setting that this layer cannot honour.
 
-    That is one that it would have to ignore although it changes what is computed or when.
+    These are settings that change the results or the order of computation and that the layer would
+    have to ignore.
     """
     if not native.num_moe_experts:
         raise ValueError(
-            f"num_moe_experts={short(native.num_moe_experts)} must be >= 1 for an MoE layer; set "
-            "--num-experts"
+            f"num_moe_experts={short(native.num_moe_experts)} must be >= 1 for an MoE layer. Set "
+            "--num-experts."
         )
     fields.refuse_by_row(native)
     fields.refuse_unknown(native)
@@ -328,8 +329,11 @@ def refuse_unsupported(native: Any) -> None:
 
 
 def refuse_arguments() -> None:
-    """`ValueError` for the first argument of Megatron's training script, outside of
-    `TransformerConfig`, that this layer cannot honour or that no row knows.
+    """Raise a `ValueError` for the first argument of Megatron's training script that is not
+    supported.
+
+    Arguments that are part of `TransformerConfig` are not checked here. An unknown argument about
+    experts is refused as well.
     """
     given = script_arguments()
     fields.refuse_by_row(SimpleNamespace(**given), fields.ARGUMENTS)
@@ -339,17 +343,17 @@ def refuse_arguments() -> None:
 
 
 def _refuse_confused_stages(native: Any) -> None:
-    # between two ranks an activation and a gradient of one batch of messages are taken for each
-    # other: both have the same shape, so that the numbers are wrong and nothing fails
+    # Between two ranks an activation and a gradient in the same batch of messages are confused.
+    # Both have the same shape, so nothing fails, but the results are wrong.
     stages = setting(native, "virtual_pipeline_model_parallel_size") or 1
     if stages > 1 and native.pipeline_model_parallel_size == 2 and setting(
             native, "batch_p2p_comm", True):
         raise ValueError(
             f"virtual_pipeline_model_parallel_size={stages} with pipeline_model_parallel_size=2 "
-            "trains wrongly where Megatron sends messages in batches (batch_p2p_comm=True): "
-            "between two ranks it takes activations for gradients; set overlap_p2p_comm=True and "
-            "batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
-            "pipeline stages, or no virtual ones")
+            "gives wrong results if Megatron sends messages in batches (batch_p2p_comm=True), "
+            "because Megatron then confuses activations and gradients. Set overlap_p2p_comm=True "
+            "and batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
+            "pipeline stages, or use no virtual stages.")
 
 
 def _refuse_lists(native: Any) -> None:
@@ -358,20 +362,20 @@ def _refuse_lists(native: Any) -> None:
     if cuda_graphs(native) and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "
-            "supported: sizes inside an MoE "
-            "layer change from step to step; use the scope 'attn' alone, or cuda_graph_impl='none'")
+            "supported, because sizes inside an MoE layer change from step to step. Use only the "
+            "scope 'attn', or cuda_graph_impl='none'.")
     offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(
         setting(native, "offload_modules") or [])
     if setting(native, "fine_grained_activation_offloading", False) and offloaded:
         raise ValueError(
-            f"offload_modules contains {sorted(offloaded)}, which is not supported: must be "
-            "without; remove them"
+            f"offload_modules contains {sorted(offloaded)}, which is not supported. Remove these "
+            "modules."
         )
 
 
 def _followed(recipe: Mapping[str, Any]) -> Iterable[str]:
     if recipe:
-        yield "MoE layers follow Megatron's formats of few bits: " + ", ".join(
+        yield "MoE layers follow Megatron's low-precision formats: " + ", ".join(
             f"{path}={value}" for path, value in recipe.items())
 
 
@@ -379,4 +383,4 @@ def _notices(native: Any) -> Iterable[str]:
     if given := fields.without_effect(native):
         yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"
     if native.moe_router_dtype is None and not tuple(fields.router_reasons(native)):
-        yield "moe_router_dtype is not set: routing is computed in fp32 all the same"
+        yield "moe_router_dtype is not set, but routing is computed in fp32 anyway"

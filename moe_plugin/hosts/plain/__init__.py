@@ -1,1 +1,1 @@
-"""Our layer in plain PyTorch: blocks, data parallelism, the steps of a training loop."""
+"""MoE layers for plain PyTorch: blocks, data parallelism and the steps of a training loop."""

@@ -1,11 +1,12 @@
-"""Bind a rank to the processors of its GPU's NUMA node: copies between host and GPU, and NCCL's own
-threads, then cross no socket.
+"""Bind a rank to the processors of its GPU's NUMA node.
+
+Copies between host and GPU and NCCL's own threads then do not cross CPU sockets. Usage:
 
     torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-says what it bound and why, and then becomes the command; `NUMA=/sys` does so in the launch scripts.
-Memory follows: Linux gives a page on the
-node that touches it first.
+This command logs the chosen processors and the reason, and then replaces itself with the training
+command. The launch scripts do the same with `NUMA=/sys`. Memory follows the processors, because
+Linux allocates a page on the NUMA node that touches the page first.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from pathlib import Path
 from typing import NoReturn
 
 log = logging.getLogger(__name__)
-# how launchers tell a process its place on the node, and how many there are: torchrun, Slurm, Open
-# MPI
+# environment variables in which torchrun, Slurm and Open MPI pass the local rank and the number of
+# ranks on this node
 _PLACES = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
            ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"))
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Processors for one rank.
+    """The processors of one rank.
 
     Attributes:
-        node: NUMA node, None if the machine does not say.
-        why: for people.
+        cpus: numbers of the processors.
+        node: number of the NUMA node, or None if the machine does not report NUMA nodes.
+        why: a readable explanation of the choice, for the log.
     """
 
     cpus: tuple[int, ...]
@@ -41,24 +43,28 @@ class Binding:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """`0-3,8` as in sysfs."""
+    """Parse a CPU list in the format of sysfs, for example `0-3,8`."""
     spans = [part.split("-") for part in text.strip().split(",") if part]
     return [cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
-    """Allowed processors by NUMA node; one node 0 where the machine tells of none."""
-    found = {}
+    """Return the allowed processors of each NUMA node.
+
+    All processors belong to node 0 if the machine reports no NUMA nodes.
+    """
+    nodes = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"),
                          key=lambda path: int(path.name[4:])):
         cpus = [cpu for cpu in parse_cpu_list((folder / "cpulist").read_text()) if cpu in allowed]
         if cpus:
-            found[int(folder.name[4:])] = cpus
-    return found or {0: sorted(allowed)}
+            nodes[int(folder.name[4:])] = cpus
+    return nodes or {0: sorted(allowed)}
 
 
 def gpu_node(sysfs: Path, bus_id: str) -> int | None:
-    """NUMA node of a PCI device (`0000:3b:00.0`), None where the machine does not say."""
+    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if the machine has no entry.
+    """
     try:
         node = int((sysfs / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -68,88 +74,105 @@ def gpu_node(sysfs: Path, bus_id: str) -> int | None:
 
 def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] | None = None,
          sysfs: Path = Path("/sys")) -> Binding:
-    """Processors of the rank at `place` of `count` on this machine.
+    """Choose the processors of one rank of this machine.
+
+    Ranks that share a NUMA node divide its processors without overlap.
 
     Args:
-        bus_ids: PCI addresses of all ranks' GPUs, in rank order; none: ranks are spread over
-            NUMA nodes evenly.
-        allowed: processors that may be used; None: those that this process may use now. Ranks
-            of one node share its processors without overlap.
+        place: local rank, from 0.
+        count: number of ranks on this machine.
+        bus_ids: PCI addresses of the GPUs of all local ranks, in rank order. If the list is empty,
+            the ranks are spread evenly over the NUMA nodes.
+        allowed: numbers of the processors that may be used. Optional. Defaults to the processors
+            that this process may use now.
+        sysfs: root folder of sysfs.
+    Raises:
+        ValueError: the local rank is not in 0 to `count - 1`.
     """
     if not 0 <= place < count:
         raise ValueError(
-            f"local rank {place} of {count}: must be 0 to {count - 1}; start the ranks with "
-            "torchrun, Slurm or mpirun"
+            f"local rank {place} is out of range for {count} rank(s): it must be 0 to {count - 1}. "
+            "Start the ranks with torchrun, Slurm or mpirun"
         )
     nodes = numa_nodes(sysfs, os.sched_getaffinity(0) if allowed is None else allowed)
     known = [gpu_node(sysfs, bus_id) for bus_id in bus_ids]
     names = list(nodes)
     if len(known) == count and all(node in nodes for node in known):
-        of_rank, reason = [int(node or 0) for node in known], f"of its GPU {bus_ids[place]}"
+        of_rank, reason = [int(node or 0) for node in known], f"NUMA node of GPU {bus_ids[place]}"
     else:
         of_rank, reason = [names[i * len(names) // count]
                            for i in range(count)], "ranks spread evenly over the NUMA nodes"
     node = of_rank[place]
     sharing = [i for i, other in enumerate(of_rank) if other == node]
     cpus, index = nodes[node], sharing.index(place)
-    mine = cpus[index * len(cpus) // len(sharing):(index + 1) * len(cpus) //
-                len(sharing)] or [cpus[index % len(cpus)]]
+    chosen = cpus[index * len(cpus) // len(sharing):(index + 1) * len(cpus) //
+                  len(sharing)] or [cpus[index % len(cpus)]]
     return Binding(
-        tuple(mine), node,
+        tuple(chosen), node,
         f"{reason}; {len(sharing)} rank(s) share NUMA node {node} with {len(cpus)} processors")
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(place, count) of this process on its machine, from its launcher's variables.
+    """Read the local rank and the number of local ranks from the launcher's environment variables.
 
-    `ValueError` if they are absent.
+    Raises:
+        ValueError: the environment has no such variables.
     """
     for rank, size in _PLACES:
         if rank in environment and size in environment:
             return int(environment[rank]), int(environment[size])
     raise ValueError(
-        "the local rank of this process is not known; start it with torchrun (LOCAL_RANK, "
-        "LOCAL_WORLD_SIZE), Slurm with --ntasks-per-node, or mpirun"
+        "the local rank of this process is unknown. Start the process with torchrun (which sets "
+        "LOCAL_RANK and LOCAL_WORLD_SIZE), with Slurm and --ntasks-per-node, or with mpirun"
     )
 
 
 def gpu_bus_ids() -> list[str]:
-    """PCI addresses of the visible GPUs, in torch's order; empty without one."""
+    """Return the PCI addresses of the visible GPUs in torch's order.
+
+    The list is empty without a GPU, or if this version of torch does not report PCI addresses.
+    """
     import torch
 
-    found = []
+    bus_ids = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
         if not hasattr(p, "pci_bus_id"):
             return []
-        found.append(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
-    return found
+        bus_ids.append(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
+    return bus_ids
 
 
 def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
          total: int = 0) -> Binding:
-    """Bind this process, and say what was bound and why.
+    """Bind this process to processors, and log the processors and the reason.
 
     Args:
-        sysfs: what tells of the machine.
-        first, total: where several launchers share the machine, ranks of those before this one and
-            ranks of all; they count where this one's ranks have no GPU each. total 0: it is alone.
-    Raises: ValueError: no such folder; see `plan`.
+        place: local rank, from 0.
+        count: number of ranks that this launcher started on this machine.
+        sysfs: root folder of sysfs.
+        first: number of ranks of earlier launchers on the same machine. Used only if the ranks of
+            this launcher do not have one GPU each.
+        total: number of ranks of all launchers on the same machine. The default 0 means that this
+            launcher is the only launcher.
+    Raises:
+        ValueError: `sysfs` is not a sysfs folder, or the local rank is out of range.
     """
     if not (sysfs / "devices/system").is_dir():
-        raise ValueError(f"{sysfs} has no devices/system, which tells of processors; use /sys")
+        raise ValueError(f"{sysfs} has no folder devices/system, which lists the processors. "
+                         "Use /sys")
     bus_ids = gpu_bus_ids()[:count]
     if total and len(bus_ids) < count:
         place, count = first + place, total
-    made = plan(place, count, bus_ids, sysfs=sysfs)
-    os.sched_setaffinity(0, made.cpus)
+    binding = plan(place, count, bus_ids, sysfs=sysfs)
+    os.sched_setaffinity(0, binding.cpus)
     log.info("rank %d of %d on this machine: processors %s (%s)", place, count,
-             ",".join(map(str, made.cpus)), made.why)
-    return made
+             ",".join(map(str, binding.cpus)), binding.why)
+    return binding
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Bind, then become the command."""
+    """Bind this process, then replace it with the command."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     p = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node N -m moe_plugin.hosts.plain.binding [--sysfs DIR] "

@@ -1,5 +1,7 @@
-"""MoE layers as blocks of a plain PyTorch model: called like a feed-forward module, tensor in,
-tensor out, so that they fit into `nn.Sequential`.
+"""MoE layers as blocks of a plain PyTorch model.
+
+A block is called like a feed-forward module: it maps a tensor to a tensor, and therefore fits into
+`nn.Sequential`.
 
     model = nn.Sequential(nn.Linear(32, 64), MoEBlock(64, num_experts=8), nn.Linear(64, 10))
     loss = criterion(model(x), y) + auxiliary_loss(model)
@@ -24,19 +26,23 @@ from moe_plugin.routing.replay import inside_backward
 
 
 class MoEBlock(nn.Module):
-    """A `MoELayer` that returns its output alone; what else it returns is kept until the next call.
+    """An `nn.Module` that calls a `MoELayer` and returns only the layer's output tensor.
+
+    The losses and statistics of the last call are stored in `last` until the next call.
 
     Args:
-        moe: the layer, or the arguments of one: `MoEBlock(64, num_experts=8, router="switch")`.
+        moe: a `MoELayer`, or the arguments to build a layer:
+            `MoEBlock(64, num_experts=8, router="switch")`.
     Raises:
-        ValueError: there are arguments of a layer beside a layer.
+        ValueError: `moe` is already a layer, but layer arguments are passed as well.
 
     Attributes:
         moe: the layer.
-        last: what its last call returned, for losses and statistics; None before the first call and
+        last: output of the last call, with losses and statistics, or None before the first call and
             in copies of the block.
-        after: what follows the experts.
-        masks: token masks of the model around it (`use_model_masks`); None: callers give them.
+        after: module applied to the output of the experts.
+        masks: token masks read from the surrounding model (`use_model_masks`), or None if the
+            caller passes the masks.
     """
 
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
@@ -44,7 +50,8 @@ class MoEBlock(nn.Module):
         super().__init__()
         if isinstance(moe, MoELayer) and (args or settings):
             given = next(iter(settings), "comm")
-            raise ValueError(f"{given} beside a layer that is built: give it to the layer, "
+            raise ValueError(f"the argument {given} was passed together with a layer that is "
+                             "already built. Pass it to the layer instead, "
                              f"MoEBlock(MoELayer(..., {given}=...)), or leave it out")
         self.moe = moe if isinstance(moe, MoELayer) else MoELayer(moe, *args, **settings)
         self.after = nn.Identity() if after is None else after
@@ -53,9 +60,12 @@ class MoEBlock(nn.Module):
         self._begin_pass(None)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """[..., D] to the same shape and dtype.
+        """Apply the layer. The output has the shape [..., D] and the dtype of the input.
 
-        token_mask: [...] bool, True = real token; None: as the model around the block says.
+        Args:
+            x: [..., D], the tokens.
+            token_mask: [...] bool, True for real tokens. Optional. Defaults to the mask of the
+                surrounding model.
         """
         if token_mask is None and self.masks is not None:
             token_mask = self.masks.of(x)
@@ -66,38 +76,47 @@ class MoEBlock(nn.Module):
             if self.training:
                 raise
             raise CommError(f"{error}; {UNEQUAL_TEXTS}") from error
-        if torch.compiler.is_compiling() or not inside_backward():  # no recomputation
+        # a recomputation repeats a call whose losses are already stored
+        if torch.compiler.is_compiling() or not inside_backward():
             self._keep(output)
         y: Tensor = self.after(output.output)
         return y
 
     def losses(self) -> list[dict[str, Tensor]]:
-        """Those of each call in the last forward pass: more than one where weights are shared."""
+        """Return the losses of each call in the last forward pass.
+
+        The list has several entries if several layers of the model share this block.
+        """
         return self._earlier if self.last is None else [*self._earlier, self.last.losses]
 
     def _begin_pass(self, owner: _NewPass | None) -> None:
-        """owner: of the pass; None: where it begins and ends is not known."""
+        """Forget the losses of earlier calls.
+
+        owner: the hook that marks the beginning and the end of the forward pass, or None if no hook
+            follows the passes.
+        """
         self.last, self._owner = None, owner
         self._earlier: list[dict[str, Tensor]] = []
 
     def _keep(self, output: MoEOutput) -> None:
-        # where passes are not followed, the call before may be of another one
+        # without a hook the call before may belong to an earlier forward pass
         self._earlier = [] if self._owner is None else self.losses()
         self.last = output
 
     def __getstate__(self) -> dict[str, Any]:
-        # a graph can be neither copied nor pickled
+        # a stored output refers to an autograd graph, which can be neither copied nor pickled
         return {**self.__dict__, "last": None, "_earlier": [], "_owner": None}
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
-    """Names and modules of a model's blocks, in the model's order."""
+    """Return the names and modules of all blocks of a model, in the order of the model's modules.
+    """
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, MoEBlock))
 
 
 def use_model_masks(model: nn.Module) -> None:
-    """Let the blocks of a model that was not made for them follow its passes and its masks."""
+    """Let the blocks of an unmodified model follow its forward passes and read its token masks."""
     follow_passes(model)
     blocks = [block for _, block in blocks_in(model)]
     masks = follow_masks(model, blocks)
@@ -107,8 +126,9 @@ def use_model_masks(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _NewPass:
-    """Before a forward pass of a model: what its blocks keep is of the pass before. A part's pass
-    inside of another's is not a new one.
+    """A forward pre-hook that makes all blocks forget the losses of the previous forward pass.
+
+    The pass of a submodule inside a pass of the whole model does not count as a new pass.
     """
 
     def __call__(self, model: nn.Module, args: Any) -> None:
@@ -117,15 +137,17 @@ class _NewPass:
                 block._begin_pass(self)
 
     def ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        """After it, or after its error."""
+        """Mark the end of the pass. Called also if the pass fails with an error."""
         for _, block in blocks_in(model):
             if block._owner is self:
                 block._owner = None
 
 
 def follow_passes(model: nn.Module) -> None:
-    """From now on, a block that a forward pass of the model leaves out (layer drop) has no part in
-    that pass's losses. The same model may be given more than once.
+    """Register hooks that separate the forward passes of a model.
+
+    A block that a later forward pass skips (layer drop) then contributes nothing to the losses of
+    that pass. Calling this function again for the same model has no effect.
     """
     if not any(isinstance(hook, _NewPass) for hook in model._forward_pre_hooks.values()):
         hook = _NewPass()
@@ -134,20 +156,23 @@ def follow_passes(model: nn.Module) -> None:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The routers' losses of the last forward pass: for each block sum of weight * loss over the
-    names in `losses`, summed over the blocks and, where blocks are shared, over their calls. Add
-    it to the model's loss once. (Of a shared block that was put in by hand the first pass counts
-    its last call, unless `follow_passes(model)` was called before.)
+    """Return the sum of the routers' losses in the last forward pass. Add it to the model's loss.
 
-    A block that this pass did not call adds nothing: a pass begins where the model that is given
-    here, or to `replace_ffn`, is called. (Call it as a whole: where its parts are called one by
-    one, the losses of a part that is left out are those of its last call.)
+    For each block the result contains the sum of weight * loss over the names in `losses`. A block
+    that the model calls several times contributes each call. If a block that was inserted by hand
+    is shared, the first pass counts only its last call, unless `follow_passes(model)` was called
+    before that pass.
 
-    Returns: a float32 scalar, differentiable; 0 before a forward pass or where no loss is set.
+    A block that the last pass did not call contributes nothing. A pass begins when the model that
+    was passed to this function, or to `replace_ffn`, is called. Call the model as a whole. If its
+    parts are called separately, a part that is skipped contributes the losses of its last call.
+
+    Returns: a differentiable float32 scalar, which is 0 before the first forward pass and if no
+        loss is set.
     Raises:
-        ValueError: there is no block; a `MoELayer` with losses is in no block, so that its caller
-            alone gets them; a block in training has losses without a gradient, and the call is not
-            under `torch.no_grad` itself.
+        ValueError: the model has no block; a `MoELayer` with losses is outside of any block, so
+            that only its caller receives the losses; or the losses of a block in training mode have
+            no gradient although gradients are enabled now.
     """
     _check_blocks(model)
     follow_passes(model)
@@ -161,28 +186,29 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         trains = wanted and any(p.requires_grad for p in block.moe.router.parameters())
         if trains and _has_weight(block) and not term.requires_grad:
             raise ValueError(
-                f"block {name!r}: its losses have no gradient, since its last call ran under "
-                "torch.no_grad; must be a call with gradients: call auxiliary_loss before a "
-                "forward pass under no_grad, and checkpoint activations with "
+                f"the losses of block {name!r} have no gradient, because its last call ran under "
+                "torch.no_grad. Call auxiliary_loss before a forward pass under no_grad, and "
+                "checkpoint activations with "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")
         terms.append(term)
     return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """`ValueError` where the losses of some experts, or all, would be missing."""
+    """Raise `ValueError` if the losses of some MoE layers would be missing from the sum."""
     inside = {id(block.moe) for _, block in blocks_in(model)}
     for name, layer in named_layers_in(model).items():
         if id(layer) not in inside:
             if weights := {name: w for name, w in layer.config.losses.items() if w}:
                 raise ValueError(
-                    f"layer {name or type(layer).__name__!r} is a MoELayer in no MoEBlock, and its "
-                    f"losses={weights} are in what its call returns: add weighted_loss(out.losses, "
-                    "layer.config.losses) to the loss there, or wrap it, MoEBlock(layer)")
+                    f"layer {name or type(layer).__name__!r} is a MoELayer outside of any MoEBlock,"
+                    f" and has losses={weights}, which only its caller receives. Add "
+                    "weighted_loss(out.losses, layer.config.losses) to the loss there, or wrap the "
+                    "layer as MoEBlock(layer)")
             inside.add(id(layer))
     if not inside:
-        raise ValueError(f"{type(model).__name__} has no MoEBlock, so that there is no loss: call "
-                         "replace_ffn(model) first, or give the model that has the experts")
+        raise ValueError(f"{type(model).__name__} has no MoEBlock and therefore no auxiliary loss. "
+                         "Call replace_ffn(model) first, or pass the model that has the experts")
 
 
 def _has_weight(block: MoEBlock) -> bool:
@@ -193,17 +219,19 @@ def _has_weight(block: MoEBlock) -> bool:
 
 def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
                      expert_lr: float | None = None) -> list[dict[str, Any]]:
-    """Parameter groups for any optimizer of torch: experts apart from the rest, and no weight decay
-    for vectors (biases, norms; an expert's bias is one, although it is stored as a row of a
-    matrix).
+    """Return parameter groups for any optimizer of torch, with experts in separate groups.
+
+    Vectors (biases and the weights of norms) get no weight decay. An expert's bias is a vector,
+    although it is stored as a row of a matrix.
 
     Args:
+        model: the model.
         lr: learning rate.
-        expert_lr: that of experts; None: the same.
-        weight_decay: of matrices.
-    Returns: groups that have parameters, each with `name`, `params`, `lr`, `weight_decay`.
+        expert_lr: learning rate of the experts. Optional. Defaults to `lr`.
+        weight_decay: weight decay of all matrices.
+    Returns: all non-empty groups, each with `name`, `params`, `lr` and `weight_decay`.
     Raises:
-        ValueError: `expert_lr` for a model in which no experts are trained.
+        ValueError: `expert_lr` is set, but no expert of the model is trainable.
     """
     stacks, groups = stacked(model), dict[str, dict[str, Any]]()
     for parameter in model.parameters():
@@ -218,7 +246,7 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
             "weight_decay": weight_decay if decays else 0.0})
         group["params"].append(parameter)
     if expert_lr is not None and not any(label.startswith("experts") for label in groups):
-        raise ValueError(f"expert_lr={expert_lr} has no effect: no experts are trained in "
-                         f"{type(model).__name__}; leave it out, give the model that has them, or "
-                         "unfreeze them with requires_grad_()")
+        raise ValueError(f"expert_lr={expert_lr} has no effect, because {type(model).__name__} has "
+                         "no trainable experts. Leave expert_lr out, pass the model that has the "
+                         "experts, or unfreeze them with requires_grad_()")
     return list(groups.values())

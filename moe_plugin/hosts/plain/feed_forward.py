@@ -1,8 +1,8 @@
-"""What a feed-forward module of someone else's model computes, found by running it.
+"""Detect feed-forward modules of an unknown model by running them.
 
-A module that has two linear maps, D to F and back, or three, of which two go D to F, is a
-feed-forward module if one of our activations, in one of the possible orders, gives what the module
-gives for random tokens and random weights. Nothing is believed because of a name.
+A module is a feed-forward module if it has two linear maps (D to F and back) or three linear maps
+(two of them D to F), and if one of our activations, with the maps in one of the possible orders,
+reproduces the module's output for random tokens and random weights. Module names are not used.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels.activations import ACTIVATIONS
 
-PROBES = 32  # tokens
-NEAR = 1e-4  # of the largest output, in float32
-SPREAD = 3.0  # standard deviation of inner values: beyond the bounds of a ReLU6, too
-TRAINED = 8  # calls in training
+PROBES = 32  # number of random tokens
+NEAR = 1e-4  # largest accepted difference, relative to the largest output, in float32
+SPREAD = 3.0  # standard deviation of inner values, wide enough to pass the bounds of a ReLU6
+TRAINED = 8  # number of calls in training mode
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """y = act(x w_in + b_in) w_out + b_out, or y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out
-    + b_out.
+    """The function of a feed-forward module, with its weights.
+
+    Without a gate the function is y = act(x w_in + b_in) w_out + b_out. With a gate it is
+    y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out.
 
     Attributes:
-        weights: `w_in_DF`, `w_out_FD`, `w_gate_DF` where there is a gate, and of the biases
-            `b_in_F`, `b_gate_F`, `b_out_D` those that exist; views of the module's parameters.
-        activation: its name in `experts.activation`.
-        dropout: probability after the activation (and the gate).
-        after: probability of the dropout behind the last map.
-        frozen: names of weights whose parameter does not train.
+        weights: the existing weights among `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`,
+            `b_gate_F` and `b_out_D`, as views of the module's parameters.
+        activation: name of the activation in `experts.activation`.
+        dropout: probability of the dropout after the activation (and the gate).
+        after: probability of the dropout after the last linear map.
+        frozen: names of the weights that do not train.
     """
 
     weights: dict[str, Tensor]
@@ -46,26 +48,27 @@ class FeedForward:
 
     @property
     def gated(self) -> bool:
-        """Whether it has a gate."""
+        """Whether the function has a gate."""
         return "w_gate_DF" in self.weights
 
     @property
     def width(self) -> int:
-        """D."""
+        """The input width D."""
         return self.weights["w_in_DF"].shape[0]
 
     @property
     def hidden(self) -> int:
-        """F."""
+        """The inner width F."""
         return self.weights["w_in_DF"].shape[1]
 
 
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
-    """What a module computes; None: it is no feed-forward module.
+    """Find the function that a module computes. Return None for other modules.
 
-    The module runs copied, in float32, with random weights: those it has may be zeros, which hide
-    the activation. In evaluation once, and once for each dropout, which then drops; and a few times
-    in training, where nothing else may act.
+    The test runs a copy of the module in float32 with random weights, because the module's own
+    weights may be zeros, which would hide the activation. The copy runs once in evaluation mode and
+    once more for each of its dropouts, with only that dropout active. The copy then runs a few
+    times in training mode, to check that only dropout acts differently in training.
     """
     maps = _linear_maps(module)
     own = {id(p) for part in maps for p in part.parameters(recurse=False)}
@@ -76,8 +79,8 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
     for width in dict.fromkeys(_matrix(part).shape[0] for part in maps):
         ran = _run(twin, width)
         if ran is not None:
-            found = _explained(maps, twin, ran)
-            return found if found is not None and _trains_alike(twin, ran) else None
+            ffn = _explained(maps, twin, ran)
+            return ffn if ffn is not None and _trains_alike(twin, ran) else None
     return None
 
 
@@ -93,7 +96,8 @@ def _draw_weights(twin: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Ran:
-    """A call. parts: linear maps and dropouts, as they ran."""
+    """The record of one call. parts: the linear maps and dropouts, in the order in which they ran.
+    """
 
     x_TD: Tensor
     y_TD: Tensor
@@ -101,7 +105,10 @@ class _Ran:
 
 
 def _run(twin: nn.Module, width: int) -> _Ran | None:
-    """A call with random tokens; None: it does not take them, or gives another shape."""
+    """Call the module with random tokens.
+
+    Returns None if the module rejects the tokens or returns another shape.
+    """
     parts: list[Any] = []
     watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
     hooks = [part.register_forward_hook(lambda part, *_: parts.append(part)) for part in watched]
@@ -111,7 +118,7 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
     try:
         with torch.no_grad():
             y_TD = twin(x_TD)
-    except Exception:  # a foreign module: it may want other arguments
+    except Exception:  # any error: an unknown module may require other arguments
         return None
     finally:
         for hook in hooks:
@@ -121,8 +128,10 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
 
 
 def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
-    """Whether a call in training gives what it gives in evaluation, but for the dropouts that ran:
-    nothing else drops or normalizes then. The twin is of no use afterwards.
+    """Return whether training and evaluation mode give the same result when dropouts are off.
+
+    A module that fails this test drops or normalizes values in another way. The call changes the
+    dropouts of `twin`, so the caller must discard it.
     """
     for part in ran.parts:
         if isinstance(part, nn.Dropout):
@@ -133,15 +142,15 @@ def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
     with torch.no_grad(), torch.random.fork_rng(cards):
         for generator in (torch.default_generator, *map(torch.cuda.default_generators.__getitem__,
                                                         cards)):
-            generator.manual_seed(4)  # ranks find the same
+            generator.manual_seed(4)  # all ranks must reach the same decision
         try:
             return all(_off(twin(ran.x_TD), ran.y_TD) <= NEAR for _ in range(TRAINED))
-        except Exception:  # a foreign module
+        except Exception:  # any error: the module is unknown
             return False
 
 
 def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
-    """The feed-forward function that gave a call's result; None: there is none."""
+    """Find the feed-forward function that reproduces a call, or return None."""
     twins = _linear_maps(twin)
     order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):
@@ -151,14 +160,14 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
     if any(tuple(_matrix(part).shape) != shape for part in up) or (
             tuple(_matrix(back).shape) != shape[::-1]):
         return None
-    found = list(_candidates(up, back))
-    distances = [_distance(each, ran.x_TD, ran.y_TD) for each in found]
+    candidates = list(_candidates(up, back))
+    distances = [_distance(candidate, ran.x_TD, ran.y_TD) for candidate in candidates]
     number = distances.index(min(distances))
     if not distances[number] <= NEAR:
         return None
     placed: dict[str, float] = {}
     for call, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
-        place = _place(found[number], twin, call, ran.x_TD) if part.p else None
+        place = _place(candidates[number], twin, call, ran.x_TD) if part.p else None
         if part.p and (place is None or place in placed):
             return None
         if place is not None:
@@ -168,10 +177,12 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
 
 
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
-    """Which dropout of a `FeedForward` a dropout of the module is, found by letting it drop; None:
-    neither.
+    """Decide which dropout of a `FeedForward` corresponds to a dropout of the module.
 
-    number: of its call among those of all dropouts, 0 first.
+    The dropout is forced to drop random values, and the two possible positions are compared with
+    the result. Returns "dropout", "after", or None if neither position fits.
+
+    number: index of the dropout among all dropout calls, from 0.
     """
     calls, kept = itertools.count(), torch.ones(())
 
@@ -199,9 +210,13 @@ def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str 
 
 
 def compute(ffn: FeedForward, x_TD: Tensor, kept_TF: Tensor | None = None) -> Tensor:
-    """What it computes, without dropout, in the dtype of x_TD: the plain formula.
+    """Compute the feed-forward function from its formula, without dropout, in the dtype of x_TD.
 
-    kept_TF: factors of the inner values, such as a dropout's; None: all 1.
+    Args:
+        ffn: the function.
+        x_TD: [T, D], the tokens.
+        kept_TF: [T, F], factors applied to the inner values, for example of a dropout. Optional.
+            Defaults to 1.
     """
     w = {name: value.to(x_TD.dtype) for name, value in ffn.weights.items()}
     act = ACTIVATIONS[ffn.activation].value
@@ -220,13 +235,13 @@ def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor,
 
 
 def _off(y: Tensor, wanted: Tensor) -> float:
-    """The largest difference, of the largest value."""
+    """Return the largest absolute difference divided by the largest absolute value of `wanted`."""
     off = (y - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
     return float(off.nan_to_num(float("inf")))
 
 
 def _linear_maps(module: nn.Module) -> list[Any]:
-    # Conv1D: transformers' name for a linear map with its matrix transposed
+    # Conv1D is transformers' linear map with a transposed matrix
     return [part for part in module.modules()
             if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"]
 

@@ -1,9 +1,9 @@
-"""Our layer in place of the MoE blocks of a model of Hugging Face's `transformers`.
+"""Replace the MoE blocks of a Hugging Face `transformers` model with MoE layers of this package.
 
     model = AutoModelForCausalLM.from_pretrained(path)
     swap_moe_blocks(model, settings={"losses": {"switch": 0.01}})
-    loss = model(ids, labels=ids).loss + auxiliary_loss(model)     # train
-    model.save_pretrained(out)                                     # in the model's own format
+    loss = model(ids, labels=ids).loss + auxiliary_loss(model)     # training
+    model.save_pretrained(out)                                     # writes the model's own format
 """
 
 from __future__ import annotations
@@ -46,34 +46,39 @@ from moe_plugin.hosts.plain.restored import (
 from moe_plugin.layer import MoELayer
 from moe_plugin.routing.registry import check_balance
 
-# settings with which a block computes more than its weights and our settings say
+# settings that make a block compute something our layers cannot reproduce, with the explanation
 _BLOCK_SETTINGS = dict.fromkeys(("router_jitter_noise", "input_jitter_noise"),
-                                "router.input_jitter is close to it, but leaves the experts' input "
-                                "alone")
+                                "router.input_jitter is similar, but does not change the input of "
+                                "the experts")
 
 
 class SwappedBlock(MoEBlock):
-    """A block that is called as the MoE block of a `transformers` model.
+    """A block that has the call signature of the MoE block of a `transformers` model.
 
     Attributes:
-        original: the model's own block, without memory, for `restore_moe_blocks`.
-        family: how the model's family names and stores what is in the block.
+        original: the model's own block on the meta device, used by `restore_moe_blocks`.
+        family: how the model's family names and stores the block's parameters.
     """
 
     def __init__(self, moe: MoELayer, block: nn.Module, family: Block) -> None:
         super().__init__(moe)
-        # in a tuple, so that it is not a part of this module
+        # a tuple keeps the module from being registered as a submodule
         self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
         self.family = family
 
     def forward(self, x: Tensor) -> Any:
-        """As the model's own block; without logits where that returns them, too."""
+        """Apply the layer to x.
+
+        Returns a tensor, or (tensor, None) if the model's own block also returns router logits.
+        """
         y = super().forward(x)
         return (y, None) if self.family.pair else y
 
     def train(self, mode: bool = True) -> SwappedBlock:
-        """As of every module. A model that was loaded for evaluation and now is trained needs
-        balanced experts: it is warned of here.
+        """Set training or evaluation mode, like `nn.Module.train`.
+
+        Training needs balanced experts. If the block changes to training mode without a balancing
+        setting, a warning is logged.
         """
         if mode and not self.training:
             check_balance(self.moe.router, self.moe.config, self.moe.comm, HostContext())
@@ -83,25 +88,26 @@ class SwappedBlock(MoEBlock):
 @replaces_parameters
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Put our layer, with the same weights, in place of every MoE block of a model.
+    """Replace every MoE block of a model with our layer, with the same weights. Collective.
 
-    What the model computes stays the same up to rounding, what is frozen stays frozen, and routers
-    that `transformers` keeps in float32 stay there (`router.fp32`). Each rank of `comm` keeps its
-    share of the experts. Collective. `save_pretrained` (collective, too) writes the model's own
-    format with all experts, and `load_state_dict` takes what it wrote. Padding by the model's
-    `attention_mask` is not routed and gets zeros from the blocks. Until `restore_moe_blocks`, calls
-    with `output_router_logits=True` are a `ValueError`.
+    The model computes the same results up to rounding. Frozen parameters stay frozen, and routers
+    that `transformers` keeps in float32 stay in float32 (`router.fp32`). Each rank of `comm` stores
+    its share of the experts. `save_pretrained` (also collective) writes the model's own format with
+    all experts, and `load_state_dict` accepts the saved names. Tokens masked by the model's
+    `attention_mask` are not routed, and the blocks return zeros for them. Until
+    `restore_moe_blocks` is called, calls with `output_router_logits=True` raise `ValueError`.
 
     Args:
-        model: a decoder of `transformers` of a known family (docs/huggingface.md), with or
-            without a head. Every rank has the same weights.
-        comm: the expert-parallel group; None: the default group, or this rank alone without one.
-        settings: of our layers, dotted paths, beyond what the model's configuration says:
-            losses, dispatch, parallel.
+        model: a `transformers` decoder of a supported family (docs/huggingface.md), with or without
+            a head. The weights must be equal on all ranks.
+        comm: the expert-parallel group. Optional. Defaults to the default group, or to this rank
+            alone if there is no default group.
+        settings: further settings of the layers (losses, dispatch, parallel) by dotted path, added
+            to the settings read from the model's configuration.
     Returns: names of the new modules.
     Raises:
-        ValueError: the model is of another kind, is swapped already, has quantized weights, or has
-            a setting that our layer cannot have; it names it.
+        ValueError: the model is not supported, is already swapped, has quantized weights, or has a
+            setting that our layer does not support. The message names the setting.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -128,7 +134,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
         setattr(layer, child, SwappedBlock(moe, block, family).train(block.training))
         swapped.append(f"{start}layers.{index}.{child}")
     if not swapped:
-        raise ValueError(f"{type(model).__name__} has no MoE block to swap: its layers are dense")
+        raise ValueError(f"{type(model).__name__} has no MoE block to replace, because all of its "
+                         "layers are dense. Pass a model with MoE blocks")
     use_model_masks(model)
     model.register_forward_pre_hook(_refuse_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_load_theirs)
@@ -141,32 +148,34 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     wanted = kwargs.get("output_router_logits")
     if cast(Any, model).config.to_dict().get("output_router_logits") if wanted is None else wanted:
         raise ValueError(
-            "output_router_logits=True asks for logits of transformers' own routers, in whose "
-            "place our layers are; leave it out, give losses in `settings` and add "
+            "output_router_logits=True requests the logits of transformers' own routers, which "
+            "swap_moe_blocks has replaced. Leave it out, pass `losses` in `settings` and add "
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
-
 class _SaveTheirs:
-    """`save_pretrained` of a model with our layers: what it would write with its own blocks."""
+    """A `save_pretrained` for models with our layers that writes the model's own format."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """As `PreTrainedModel.save_pretrained`, on all ranks, of which the first writes. Adapters
-        (`add_lora`) are in the file by our names, beside the weights; `load_state_dict` takes them.
+        """Save like `PreTrainedModel.save_pretrained`. Call it on all ranks; rank 0 writes.
+
+        The file also contains the adapters (`add_lora`) under our names; `load_state_dict` accepts
+        them.
 
         Raises:
-            ValueError: a `Trainer` calls it, on the first of several ranks alone.
+            ValueError: a `Trainer` calls this function on only the first of several ranks.
         """
         model = cast(Any, self.model)
         ranks = max(swapped.moe.comm.size for _, swapped in swapped_blocks(model))
         if "state_dict" in kwargs and ranks > 1:
             raise ValueError(
-                f"save_pretrained(state_dict=...) of experts on {ranks} ranks: must be called on "
-                "all of them, and without a state_dict, which has our names; a Trainer saves on "
-                "its first rank alone: use save_strategy='no' and model.save_pretrained(folder) "
-                "behind it, or experts by name, DistributedConfig(ep_implementation='moe_plugin')")
+                f"save_pretrained(state_dict=...) does not work with experts on {ranks} ranks. "
+                "Call save_pretrained(folder) without state_dict on all ranks. A Trainer saves on "
+                "its first rank only: use save_strategy='no' and call model.save_pretrained(folder)"
+                " after training, or select the experts by name with "
+                "DistributedConfig(ep_implementation='moe_plugin')")
         kwargs.pop("state_dict", None)
         state = dict(model.state_dict())
         for name, swapped in swapped_blocks(model):
@@ -182,8 +191,9 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before `load_state_dict`: our layers take what has the names of `transformers`, in the model
-    or in its files.
+    """Load tensors with `transformers` names into our layers, before `load_state_dict` runs.
+
+    Accepts the names used in the model as well as the names used in its files.
     """
     (start, decoder), config = _decoder_in(model), _config_of(model)
     start, block = prefix + start, block_of(config)
@@ -210,11 +220,14 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
                   config: dict[str, Any], index: int) -> None:
-    """Let our layer's parameters train where those of the block that it replaces do.
+    """Make our layer's parameters trainable exactly where the replaced block's parameters are.
 
     Args:
-        state: of the block, by the names of a whole checkpoint.
-        index: of its layer.
+        block: the replaced block.
+        moe: our layer.
+        state: tensors of the block, by their names in a whole checkpoint.
+        config: configuration of the model.
+        index: index of the decoder layer.
     """
     if all_alike(block, moe):
         return
@@ -229,49 +242,48 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
 
 def _checked(model: nn.Module) -> dict[str, Any]:
     if any(swapped_blocks(model)):
-        raise ValueError(f"{type(model).__name__} has our layers already: must be called once for "
-                         "a model; call restore_moe_blocks(model) before you swap again")
+        raise ValueError(f"swap_moe_blocks was already called for this {type(model).__name__}. "
+                         "Call restore_moe_blocks(model) before you swap its blocks again")
     try:
         config = _config_of(model)
-    except AttributeError as error:  # a foreign object: nothing declares what it is
-        raise ValueError(f"{type(model).__name__} is not a decoder of transformers; its blocks "
-                         f"known here are those of {', '.join(_kinds())}") from error
+    except AttributeError as error:  # an unknown object declares nothing about its type
+        raise ValueError(f"{type(model).__name__} is not a transformers decoder. The supported "
+                         f"model types are {', '.join(_kinds())}") from error
     if quantization_of(config) is not None:
-        raise ValueError(f"{type(model).__name__} has float8 weights, which are not trained; "
-                         f"{PLAIN_IN_TRANSFORMERS} (or, where its weights are plain, delete "
+        raise ValueError(f"{type(model).__name__} has float8 weights, which cannot be trained; "
+                         f"{PLAIN_IN_TRANSFORMERS} (or, if its weights are not quantized, delete "
                          "model.config.quantization_config)")
     family = family_of(config)
     if family.block is None:
-        raise ValueError(f"model_type={family.model_type!r} has no MoE blocks; known: "
-                         f"{', '.join(_kinds())}")
+        raise ValueError(f"model_type={family.model_type!r} has no MoE blocks. The supported model "
+                         f"types are {', '.join(_kinds())}")
     for name, why in _BLOCK_SETTINGS.items():
         if config.get(name) and name not in family.block.keys.values():
-            raise ValueError(f"{name}={config[name]} is not supported: {why}; set it to 0")
+            raise ValueError(f"{name}={config[name]} is not supported: {why}. Set it to 0")
     if config.get("output_router_logits"):
         raise ValueError(
-            "output_router_logits=True asks for logits of transformers' own routers; set it to "
-            "False, give losses in `settings` and add auxiliary_loss(model) to the loss")
+            "output_router_logits=True requests the logits of transformers' own routers. Set it to "
+            "False, pass `losses` in `settings` and add auxiliary_loss(model) to the loss")
     return config
 
 
 def _decoder_in(model: nn.Module) -> tuple[str, Any]:
-    """The module of a model of `transformers` that has its decoder's layers, and the beginning of
-    the names of what is in it.
+    """Return the module that contains the decoder layers, and the prefix of its parameter names.
 
     Raises:
-        AttributeError: it is none.
+        AttributeError: the model has no decoder of `transformers`.
     """
     whole = cast(Any, model).get_decoder()
-    found = next((module for module in whole.modules()
-                  if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)
+    decoder = next((module for module in whole.modules()
+                    if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)
     names = {id(module): name for name, module in model.named_modules()}
-    found.layers, found.config  # noqa: B018 - whether they are there
-    name = names[id(found)]
-    return f"{name}." if name else "", found
+    decoder.layers, decoder.config  # noqa: B018 - raises AttributeError if one is missing
+    name = names[id(decoder)]
+    return f"{name}." if name else "", decoder
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Of its decoder: a model that sees, too, has one for each."""
+    """Return the decoder's configuration; a multimodal model has one for each of its parts."""
     config: dict[str, Any] = _decoder_in(model)[1].config.to_dict()
     return config
 
@@ -281,24 +293,24 @@ def _kinds() -> list[str]:
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
-    """Names and modules that `swap_moe_blocks` has put into a model."""
+    """Return the names and modules that `swap_moe_blocks` has inserted into a model."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
 
 
 @replaces_parameters
 def restore_moe_blocks(model: nn.Module) -> None:
-    """Put the model's own MoE blocks back, with the weights that our layers have now, in their
-    dtype, on their device, and frozen where they are: `model` is one of `transformers` again, for
-    `save_pretrained` and `generate`.
+    """Put the model's own MoE blocks back, with the current weights of our layers. Collective.
 
-    Collective; every rank gets all experts.
+    The weights have the dtype and device of our layers, and frozen weights stay frozen. Afterwards
+    `model` is an ordinary `transformers` model, for `save_pretrained` and `generate`. Every rank
+    receives all experts.
     """
     config = _config_of(model)
     for name, swapped in swapped_blocks(model):
         if swapped.moe.layouts.experts.adapters is not None:
-            raise ValueError(f"block {name!r} has adapters, which transformers' own block cannot "
-                             "have: must be merged; call merge_lora(model) before")
+            raise ValueError(f"block {name!r} has adapters, which transformers' own block does not "
+                             "support. Call merge_lora(model) first")
     for name, swapped in list(swapped_blocks(model)):
         parent, _, child = name.rpartition(".")
         block = restored(swapped.moe, swapped.original[0], config)

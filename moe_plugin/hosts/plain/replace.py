@@ -1,4 +1,4 @@
-"""MoE blocks in place of the feed-forward modules of any PyTorch model.
+"""Replace the feed-forward modules of any PyTorch model with MoE blocks.
 
     names = moe_plugin.replace_ffn(model, num_experts=8, every=2)
     loss = criterion(model(x), y) + moe_plugin.auxiliary_loss(model)
@@ -35,7 +35,7 @@ _FFN_NAMES = {"w_in_LDF": "w_in_DF", "bias_in_LF": "b_in_F", "w_gate_LDF": "w_ga
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a feed-forward module is, and how a block takes its place."""
+    """A feed-forward module, its name, and the function that puts a block in its place."""
 
     name: str
     module: nn.Module
@@ -47,34 +47,39 @@ class _Place:
 def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
                 match: Match | None = None, upcycle: bool = True, comm: Comm | None = None,
                 **settings: Any) -> list[str]:
-    """Put an MoE block in place of a model's feed-forward modules.
+    """Replace a model's feed-forward modules with MoE blocks. Collective over `comm`.
 
-    A feed-forward module is found by what it computes (`read_feed_forward`): two linear maps and an
-    activation, or three with a gate, with `nn.Dropout` after the activation, at the end, or none,
-    and nothing else that acts in training only; those inside `nn.TransformerEncoderLayer` and
-    `nn.TransformerDecoderLayer`, too. Its width, inner width, activation, biases and dropouts
-    become the block's. Every expert begins as a copy of it (Komatsuzaki et al. 2023, Sparse
-    Upcycling), so that with top_k > 1 and no dropped tokens the model computes at first what it
-    did before; copies of what is frozen are frozen. Padding by the model's own masks
-    (`routing.model_masks`) is not routed. Collective over `comm`.
+    Feed-forward modules are found by running each module (`read_feed_forward`). Accepted are two
+    linear maps and an activation, or three linear maps with a gate. `nn.Dropout` may follow the
+    activation, or the last map, and nothing else may act only in training. The feed-forward parts
+    of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` are found as well.
+
+    The block adopts the module's width, inner width, activation, biases and dropouts. Every expert
+    starts as a copy of the module (Komatsuzaki et al. 2023, Sparse Upcycling). With top_k > 1 and
+    no dropped tokens the model therefore computes the same result as before the replacement. Copies
+    of frozen weights are frozen. Padding that the model's own masks mark (`routing.model_masks`) is
+    not routed.
 
     Args:
-        model: is changed. Every rank has the same weights.
-        num_experts: E, in the whole expert-parallel group.
-        every: each so many feed-forward modules one is replaced, the last of each run; 1: all.
-        match: which modules: a regular expression that the whole name matches, or
-            `f(name, module) -> bool`; None: all.
-        upcycle: False: experts begin with random weights.
-        comm: the expert-parallel group; None: the default group, or this rank alone without one.
-        settings: of the layers, see `moe_plugin.config.named.named_config`.
-    Returns: names of the modules that were replaced, in the model's order. A module under several
-        names counts as one, is replaced under all of them, and is named by the first.
+        model: the model, which is changed in place. The weights must be equal on all ranks.
+        num_experts: number of experts in the whole expert-parallel group.
+        every: replace every n-th feed-forward module, beginning with the n-th. Defaults to 1, which
+            replaces all.
+        match: which modules to replace: a regular expression that must match the whole name, or a
+            function `f(name, module) -> bool`. Optional. Defaults to all modules.
+        upcycle: whether experts start as copies of the module. With False they start with random
+            weights.
+        comm: the expert-parallel group. Optional. Defaults to the default group, or to this rank
+            alone if there is no default group.
+        settings: settings of the layers, see `moe_plugin.config.named.named_config`.
+    Returns: names of the replaced modules, in the model's order. A module with several names counts
+        once, is replaced under all of its names, and is reported under its first name.
     Raises:
-        ValueError: nothing matches; a module that `match` names is no feed-forward module; two
-            modules share parameters; a setting does not fit; it names value, bound and remedy.
+        ValueError: no module matches; a module selected by `match` is not a feed-forward module;
+            two modules share parameters; or a setting does not fit.
     """
     if every < 1:
-        raise ValueError(f"every={every} must be >= 1; use 1 to replace all")
+        raise ValueError(f"every={every} must be >= 1. Use 1 to replace all feed-forward modules")
     places = list(_places(model, match))[every - 1::every]
     if not places:
         wanted = "" if match is None else f" with match={short(match)}"
@@ -85,14 +90,14 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     refuse_timeout(comm, settings)
     first = _config(places[0].ffn, num_experts, settings)
     comm = default_comm(first.comm.timeout_s) if comm is None else comm
-    # all are built before the first is put in: an error leaves the model as it was
+    # all blocks are built before the first is inserted, so that an error leaves the model unchanged
     blocks = [_block(place, number, num_experts, settings, comm, upcycle)
               for number, place in enumerate(places)]
     for place, block in zip(places, blocks, strict=True):
         place.put(block)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(blocks_in(module)):
-            module.use_nested_tensor = False  # blocks take tensors that are not nested
+            module.use_nested_tensor = False  # blocks do not accept nested tensors
     use_model_masks(model)
     if comm.size == 1:
         _leave_out_of_files(model)
@@ -100,9 +105,10 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
 
 def _leave_out_of_files(model: Any) -> None:
-    """Let transformers' `save_pretrained` leave out what is not a tensor: where experts come from.
+    """Exclude the layers' extra state from transformers' `save_pretrained`.
 
-    Of several ranks it would write the experts of one, so there it fails as it does.
+    The extra state is not a tensor and would make `save_pretrained` fail. With several ranks that
+    failure is intended, because the file would contain the experts of only one rank.
     """
     if hasattr(model, "save_pretrained"):
         model._keys_to_ignore_on_save = {
@@ -111,7 +117,7 @@ def _leave_out_of_files(model: Any) -> None:
 
 
 def _refuse_tied(places: list[_Place]) -> None:
-    """`ValueError` for modules that share parameters, whose blocks would each have their own."""
+    """Raise `ValueError` for modules that share parameters, because their blocks would not."""
     seen: dict[tuple[int, int], str] = {}
     for place in places:
         for weight in place.ffn.weights.values():
@@ -119,23 +125,26 @@ def _refuse_tied(places: list[_Place]) -> None:
             other = seen.setdefault(where, place.name)
             if other != place.name:
                 raise ValueError(
-                    f"modules {other!r} and {place.name!r} share parameters, which their blocks "
-                    "would not: use one module in both places, whose block is then shared, or "
-                    "leave one of them out by `match`")
+                    f"modules {other!r} and {place.name!r} share parameters, but their MoE blocks "
+                    "would not. Use the same module in both places, so that they share one block, "
+                    "or exclude one of the modules with `match`")
 
 
 def _why_none(model: nn.Module, every: int) -> str:
     if any(parameter.is_meta for parameter in model.parameters()):
-        return ("a module is known by what it computes, and this model is on the meta device; "
-                "replace before it is moved there, or after its weights are loaded")
+        return ("feed-forward modules are detected by running them, and this model is on the meta "
+                "device. Replace them before the model is moved there, or after its weights are "
+                "loaded")
     if not isinstance(model, MoEBlock) and read_feed_forward(model) is not None:
-        return ("the model is one itself, and a module cannot be replaced in itself; give the "
-                "model that holds it, e.g. nn.Sequential(module)")
+        return ("the model itself is a feed-forward module, and a module cannot replace itself. "
+                "Pass a model that contains it, e.g. nn.Sequential(module)")
     if every > 1:
-        return f"it has fewer than {every}; use a smaller number, or 1 to replace all"
-    return ("none of its modules is two linear maps and an activation, or three with a gate, where "
-            "nn.Dropout alone acts in training (layers in a row of one nn.Sequential are not a "
-            "module: put them into one of their own); build MoEBlock(dim, ...) where you want one")
+        return (f"it has fewer than {every} feed-forward modules. Use a smaller `every`, or 1 to "
+                "replace all")
+    return ("a feed-forward module has two linear maps and an activation, or three linear maps "
+            "with a gate, and no training-only part except nn.Dropout. Consecutive layers of one "
+            "nn.Sequential are not a module: wrap them in their own nn.Sequential. You can also "
+            "insert MoEBlock(dim, ...) yourself")
 
 
 def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
@@ -162,14 +171,14 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
             if match is not None and not transformer:
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) matches {short(match)}, but is not "
-                    "two linear maps and an activation, or three with a gate, that one of our "
-                    "activations reproduces, with nn.Dropout alone acting in training; leave it "
-                    "out, or put MoEBlock(dim, ...) there yourself")
+                    "a feed-forward module, which has two linear maps and a known activation, or "
+                    "three linear maps with a gate, and no training-only part except nn.Dropout. "
+                    "Exclude the module, or insert MoEBlock(dim, ...) there yourself")
             continue
-        own = names[id(module)]
-        taken += own
-        put = _put_into(module) if transformer else _put_at(model, own)
-        yield _Place(own[0], module, ffn, put)
+        module_names = names[id(module)]
+        taken += module_names
+        put = _put_into(module) if transformer else _put_at(model, module_names)
+        yield _Place(module_names[0], module, ffn, put)
 
 
 def _matches(match: Match, name: str, module: nn.Module) -> bool:
@@ -177,7 +186,10 @@ def _matches(match: Match, name: str, module: nn.Module) -> bool:
 
 
 class _FFNPart(nn.Module):
-    """The feed-forward part of a layer of `nn.Transformer`, in which it is a method."""
+    """The feed-forward part of a layer of `nn.Transformer` as a module.
+
+    In torch the part is a method of the layer.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -194,7 +206,7 @@ def _of_transformer(layer: Any) -> FeedForward | None:
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
-    """names: all that the module has: where it is shared, the block is."""
+    """Return a function that puts a block under all names of a module, to preserve sharing."""
     ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in names]
 
@@ -206,10 +218,10 @@ def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
 
 def _put_into(layer: Any) -> Callable[[MoEBlock], None]:
     def put(block: MoEBlock) -> None:
-        # the layer calls linear2(dropout(activation(linear1(x))))
+        # the layer calls linear2(dropout(activation(linear1(x)))), so only linear1 may act
         layer.linear1, layer.activation = block, nn.Identity()
         layer.dropout, layer.linear2 = nn.Identity(), nn.Identity()
-        # of an encoder's layer: its fused path in evaluation reads the weights of linear1
+        # disables the fused evaluation path of encoder layers, which reads the weights of linear1
         layer.activation_relu_or_gelu = 0
     return put
 
@@ -223,11 +235,12 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
     if upcycle:
         if moe.latent is not None:
             raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} does not fit "
-                             f"{place.name}, whose weights become the experts': must be 0, or use "
-                             "upcycle=False")
+                             f"module {place.name!r}, because its weights become those of the "
+                             "experts. Set experts.latent_dim to 0, or use upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
-            logger.info("router.top_k=1: an expert's output is multiplied by its score, so the "
-                        "model does not compute at first what it did before; top_k=2 does")
+            logger.info("router.top_k=1 multiplies each expert's output by its score, so the "
+                        "model's first results differ from those before the replacement; with "
+                        "top_k=2 they are equal")
         _copy(ffn, moe, place.name)
         moe.ddp_check.begin(moe.experts)
     after = nn.Dropout(ffn.after) if ffn.after else None
@@ -235,11 +248,11 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
 
 
 def _config(ffn: FeedForward, num_experts: int, settings: dict[str, Any]) -> MoEConfig:
-    found = from_dict({"model_dim": ffn.width, "num_experts": num_experts, "experts": {
+    config = from_dict({"model_dim": ffn.width, "num_experts": num_experts, "experts": {
         "kind": "gated_ffn" if ffn.gated else "ffn", "hidden_dim": ffn.hidden,
         "activation": ffn.activation, "dropout": ffn.dropout,
         "bias": any(name.startswith("b_") for name in ffn.weights)}})
-    return with_overrides(found, overrides(settings))
+    return with_overrides(config, overrides(settings))
 
 
 @torch.no_grad()
@@ -252,13 +265,13 @@ def _copy(ffn: FeedForward, moe: MoELayer, name: str) -> None:
         own[ours].requires_grad_(
             (_FFN_NAMES[ours] if whole is not None else "w_in_DF") not in ffn.frozen)
         if whole is None:
-            own[ours].zero_()  # a bias that the module has on one of its maps only
+            own[ours].zero_()  # the module has a bias on some of its linear maps only
             continue
         copies = whole.expand(moe.config.num_experts, *whole.shape)
         part = copies[local_window(ours, tuple(copies.shape), moe.placement)]
         if part.shape != own[ours].shape:
             raise ValueError(
-                f"{name}: {ours} has shape {tuple(part.shape)} in the module and "
-                f"{tuple(own[ours].shape)} in the layer; give expert widths and kinds as they are, "
-                "or upcycle=False")
+                f"module {name!r}: {ours} has the shape {tuple(part.shape)} in the module and "
+                f"{tuple(own[ours].shape)} in the MoE layer. Leave the width and kind of the "
+                "experts unset, or use upcycle=False")
         own[ours].copy_(part)

@@ -1,5 +1,6 @@
-"""A model's own MoE block of `transformers`, made again from our layer, and what both directions
-read of a block.
+"""Rebuild the `transformers` MoE block of a model from our layer.
+
+The module also contains the helpers that both directions of the conversion share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_plugin.checkpoint.source import CheckpointError, Source, View
 from moe_plugin.experts.lora import ADAPTER_AXIS
 from moe_plugin.layer import MoELayer
 
-ADAPTERS = tuple(f"experts.{name}" for name in ADAPTER_AXIS)  # in a layer
+ADAPTERS = tuple(f"experts.{name}" for name in ADAPTER_AXIS)  # names within a layer
 
 
 def block_of(config: Mapping[str, Any]) -> Block:
@@ -30,35 +31,38 @@ def block_of(config: Mapping[str, Any]) -> Block:
 
 
 def below_block(name: str, config: Mapping[str, Any]) -> str:
-    """A name of a tensor of a whole checkpoint, in its MoE block."""
+    """Convert a tensor's name in a whole checkpoint to its name within its MoE block."""
     return name.split(f".{block_of(config).module}.", 1)[1]
 
 
 def of_experts(block: nn.Module) -> nn.Parameter:
-    """A parameter of a block's experts; routers may have another data type."""
+    """Return a parameter of the block's experts. The router may have another dtype."""
     return next(cast(nn.Module, block.experts).parameters())
 
 
 def all_alike(source: nn.Module, target: nn.Module) -> bool:
-    """Carry `requires_grad` over where it is the same of all parameters; whether it is."""
-    found = {parameter.requires_grad for parameter in source.parameters()}
-    if len(found) == 1:
-        target.requires_grad_(found.pop())
+    """Copy `requires_grad` to `target` if it is equal for all parameters of `source`.
+
+    Returns whether it was equal.
+    """
+    flags = {parameter.requires_grad for parameter in source.parameters()}
+    if len(flags) == 1:
+        target.requires_grad_(flags.pop())
         return True
     return False
 
 
 def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.Module:
-    """Return the model's own block with the weights of our layer, of all ranks. Collective.
+    """Return the model's own block with the weights of our layer from all ranks. Collective.
 
     Args:
         moe: our layer.
-        original: the block without memory.
-        config: of the model.
+        original: the model's own block on the meta device.
+        config: configuration of the model.
     """
     state = {name: value for name, value in full_state(moe).items()
              if not name.startswith(ADAPTERS)}
-    # not the router's, which `router.fp32` keeps in another dtype
+    # a weight of an expert, because `router.fp32` keeps the router's weight in another dtype
     block, weight = copy.deepcopy(original), next(moe.experts.parameters())
     view = _theirs(state, config)
     _allocate(block, view, weight)
@@ -70,16 +74,17 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
 
 
 def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Parameters of a block that no gradient moves: they are buffers in our layer."""
-    own, names = dict(block.named_parameters()), block_of(config).names
+    """Yield the block's parameters that are buffers in our layer and therefore get no gradient."""
+    parameters, names = dict(block.named_parameters()), block_of(config).names
     ours = {f"router.{name}" for name, _ in moe.router.named_buffers()}
-    return (own[theirs] for neutral, theirs in names.items()
-            if LAYER_NAMES.get(neutral) in ours and theirs in own)
+    return (parameters[theirs] for neutral, theirs in names.items()
+            if LAYER_NAMES.get(neutral) in ours and theirs in parameters)
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
-    """Memory for a block without any, in the dtype and on the device of `like`. In float32 is what
-    `transformers` keeps there, and what `view` says.
+    """Allocate the memory of a block that has none, in the dtype and on the device of `like`.
+
+    Tensors that `transformers` or `view` require in float32 are allocated in at least float32.
     """
     usual = of_experts(block).dtype
     config = view.values["config"]
@@ -90,7 +95,7 @@ def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
 
     def made(value: Tensor) -> Tensor:
         if usual == like.dtype and value.dtype.itemsize < usual.itemsize:
-            # a router that transformers keeps in float32, of experts in float64
+            # transformers keeps this router in float32 although the experts are in float64
             return torch.empty_like(value, device=like.device)
         dtype = torch.promote_types(like.dtype, torch.float32) if id(value) in wide else like.dtype
         return torch.empty_like(value, dtype=dtype if value.is_floating_point() else value.dtype,
@@ -100,7 +105,7 @@ def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
 
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
-    """A layer's tensors by the names of `transformers`."""
+    """Convert a layer's tensors to the names of `transformers`."""
     module = block_of(config).module
     neutral = to_neutral(state_source({f"model.layers.0.{module}.{SWAPPED}{name}": value
                                       for name, value in state.items()}, config))
@@ -109,16 +114,19 @@ def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                 config: dict[str, Any]) -> None:
-    """The reverse of `carry_frozen`. state: of the layer, with all experts."""
+    """Set `requires_grad` of the block's parameters like the layer's. Inverse of `_carry_frozen`.
+
+    state: tensors of the layer, with all experts.
+    """
     if all_alike(moe, block):
         return
     trains = {name: value.requires_grad for name, value in moe.named_parameters()}
     flags = _theirs({name: torch.tensor(trains.get(name, True)).expand(value.shape)
                      for name, value in state.items()}, config)
-    own = dict(block.named_parameters())
+    parameters = dict(block.named_parameters())
     for key in flags.entries:
-        if (name := below_block(key[1], config)) in own:
-            own[name].requires_grad_(bool(flags.read(key).any()))
+        if (name := below_block(key[1], config)) in parameters:
+            parameters[name].requires_grad_(bool(flags.read(key).any()))
 
 
 def _load(block: nn.Module, view: Source) -> None:
@@ -127,5 +135,5 @@ def _load(block: nn.Module, view: Source) -> None:
     missing, unexpected = block.load_state_dict(values, strict=False)
     if missing or unexpected:
         raise CheckpointError(
-            f"{type(block).__name__} has other weights than our layer: {[*missing, *unexpected]}; "
-            "use a version of transformers that the extra `hf` names")
+            f"the weights of {type(block).__name__} differ from those of our layer: "
+            f"{[*missing, *unexpected]}. Use a version of transformers that the extra `hf` allows")

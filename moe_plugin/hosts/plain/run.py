@@ -1,4 +1,4 @@
-"""A training loop of one's own, with the features of a run around its steps."""
+"""`TrainingSteps`: the steps of a user's own training loop, with all features of a run."""
 
 from __future__ import annotations
 
@@ -44,38 +44,52 @@ Result = TypeVar("Result")
 
 
 class TrainingSteps:
-    """Steps of a model and its optimizer, with the features of a run.
+    """The training steps of a model and its optimizer, with the features of a run. Collective.
 
         steps = TrainingSteps(model, optimizer, lambda model, batch: model(batch).loss, clip=1.0)
         for batch in batches:
             loss = steps(batch)
 
-    A step with a number that is not finite on any rank is skipped on all of them; rows that did not
-    fit are computed again; routers end the step. Collective.
+    If a gradient is not finite on any rank, all ranks skip the step. If routed rows exceed
+    the bound of the dispatcher, the step is computed again with a larger bound. Routers are updated
+    at the end of each step.
 
     Args:
-        model: with MoE layers; `ddp_model` or `fully_shard_model` complete its gradients. With
-            `guard.votes` the model itself: votes do.
-        optimizer: of its parameters.
-        loss_of: of a model and a batch, the routers' losses included; a scalar.
-        settings: of the run: records, twins, votes, activations.
-        clip: bound of the gradient norm over all ranks.
-        done: steps that were made before; total: of the whole run, None: not known.
-        world: all data-parallel ranks; None: those of the default group.
-        layers: MoE layers by the names that records have; None: all, by their places.
-        has_log: the loop writes a log of its own that the report reads.
-        blocks: of `offload.activations`, in the order of forward; None: the entries of the model's
-            `nn.ModuleList`s.
-        tokens_of: the tokens of all ranks in a step, for the line after the first; None: no line.
-        lighthouse, replica: this loop is one of several replicas, see `ElasticReplica`.
-        folder: into which the loop writes its checkpoints and logs. Another run that is given the
-            same folder is refused until this one is closed, see `moe_plugin.utils.folder_lock`.
-        features: of your own.
+        model: a model with MoE layers. `ddp_model` or `fully_shard_model` must reduce its
+            gradients. With `guard.votes`, pass the bare model, whose gradients are reduced
+            by voting.
+        optimizer: optimizer of the model's parameters.
+        loss_of: a function of a model and a batch that returns a scalar loss, including the
+            routers' losses.
+        settings: settings of the run (records, twin checks, votes, activations). Optional. Defaults
+            to `RunConfig()`.
+        clip: upper bound of the gradient norm over all ranks. By default, gradients are not
+            clipped.
+        done: number of steps that an earlier run completed.
+        total: number of steps of the whole run. Optional. Defaults to unknown.
+        world: the group of all data-parallel ranks. Optional. Defaults to the default group.
+        layers: MoE layers by the names used in records. Optional. Defaults to all layers of the
+            model, by their module names.
+        has_log: whether the loop writes its own log that the report reads.
+        blocks: the modules that `offload.activations` manages, in the order of the forward pass.
+            Optional. Defaults to the entries of the model's `nn.ModuleList`s.
+        tokens_of: a function that returns the number of tokens of a batch on all ranks, for the
+            log line after the first step. Optional. Without it the line is not logged.
+        lighthouse: address of the lighthouse if this loop is one of several replicas, see
+            `ElasticReplica`.
+        replica: number of this replica, see `ElasticReplica`.
+        folder: folder of the loop's checkpoints and logs. Until `close` is called, another run with
+            the same folder is refused, see `moe_plugin.utils.folder_lock`.
+        features: additional features of your own.
 
-    Attributes: `run`: the features. `norm`: of the last step's gradients, before clipping. `done`:
-        steps, those of another replica where its state was taken.
+    Attributes:
+        run: the features of the run.
+        norm: norm of the last step's gradients before clipping.
+        done: number of completed steps, including the steps of another replica if this replica
+            loaded that replica's state.
     Raises:
-        ValueError: settings that do not fit, or that such a loop lacks; another run has the folder.
+        ValueError: the settings do not fit each other or need more than this loop provides, or
+            another run uses the folder.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -118,7 +132,7 @@ class TrainingSteps:
 
     def _whole(self) -> tuple[str, bool, str]:
         return ("fully_shard_model", not any(map(is_sharded, self.bare.parameters())),
-                "parameters must be whole; use ddp_model")
+                "parameters must not be sharded; use ddp_model")
 
     def _replicas(self, lighthouse: str | None, replica: int,
                   layers: Mapping[str, MoELayer]) -> ReplicaPlace | None:
@@ -134,25 +148,28 @@ class TrainingSteps:
 
     def _activations(self, offload: OffloadConfig,
                      blocks: Sequence[nn.Module] | None) -> Activations | None:
-        found = list(blocks_of(self.bare) if blocks is None else blocks)
+        managed = list(blocks_of(self.bare) if blocks is None else blocks)
         names = {id(m): name for name, m in self.bare.named_modules()}
-        return manage_layers(offload, {names[id(m)]: m for m in found}, self.world)
+        return manage_layers(offload, {names[id(m)]: m for m in managed}, self.world)
 
     def _votes(self, guard: GuardConfig) -> StepVotes:
         refuse_unfit(f"guard.votes={guard.votes}", [
             ("ddp_model", self.bare is self.model, "gradients would be averaged before the vote; "
-             "give the model itself"), self._whole()])
+             "pass the bare model"), self._whole()])
         refuse_reported_loads(self.bare)
         group = self.world.group if isinstance(self.world, TorchComm) else None
         return StepVotes(ballots_of(guard, self.bare, self.world), [self.bare], group=group)
 
     def __call__(self, batch: Any) -> Tensor | None:
-        """A step; its loss on this rank (with votes: on all), detached; None: no parameter has
-        changed, on any rank.
+        """Perform one step and return its loss, detached.
+
+        The loss is that of this rank. With votes it is the mean over all ranks. The result is None
+        if no parameter has changed on any rank.
 
         Raises:
-            FloatingPointError: too many steps in a row were not finite.
-            RowsOverflow, WrongResultError: see `RowsFit`, `TwinCheck`; on all ranks.
+            FloatingPointError: too many consecutive steps were not finite.
+            RowsOverflow: see `RowsFit`. Raised on all ranks.
+            WrongResultError: see `TwinCheck`. Raised on all ranks.
         """
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch), self.total)
@@ -166,8 +183,9 @@ class TrainingSteps:
         return loss if left_out is None else None
 
     def evaluate(self, compute: Callable[[], Result]) -> Result:
-        """What `compute()` returns of the model in evaluation, without gradients; begun again where
-        rows did not fit. Collective.
+        """Call `compute()` in evaluation mode without gradients, and return its result. Collective.
+
+        The call is repeated if routed rows exceeded the bound of the dispatcher.
         """
         def passes() -> Result:
             result = compute()
@@ -197,15 +215,16 @@ class TrainingSteps:
         return loss.detach()
 
     def _voted(self, votes: StepVotes) -> Tensor:
-        """The mean loss of all ranks' batches, by vote, as the gradients."""
-        own = StepStart([])
-        torch.manual_seed(votes.step)  # workers draw alike
+        """Compute the mean loss of all ranks' batches, and agree on it and the gradients by vote.
+        """
+        start = StepStart([])
+        torch.manual_seed(votes.step)  # workers of the same file must draw the same random numbers
         losses = []
         for file in votes.files_dealt():
             votes.begin_file()
-            found = [self._backward(each) for each in file if each is not None]
-            losses.append(sum(found, torch.zeros(1, device=self.world.device)))
-        own.restore()
+            file_losses = [self._backward(batch) for batch in file if batch is not None]
+            losses.append(sum(file_losses, torch.zeros(1, device=self.world.device)))
+        start.restore()
         scale = votes.ballots.assignment.count / self.world.size
         votes.finish(scale, scale)
         return votes.agreed_sums(losses)[0] / self.world.size
@@ -215,7 +234,7 @@ class TrainingSteps:
 
         @functools.cache
         def norm() -> Tensor:
-            # no rank of another worker counts
+            # with votes, the other workers have copies of the same gradients, which must not count
             world = self.world if self._voting is None else self._voting.ballots.worker
             return clip_grad_norm_(parameters, self.clip, world=world)
 
@@ -242,7 +261,7 @@ class TrainingSteps:
                          loss=mean)
 
     def close(self) -> None:
-        """Close files, leave other replicas, and let other runs have the folder."""
+        """Close all files, leave the group of replicas, and release the folder."""
         self.run.close()
         if self._lock is not None:
             self._lock.release()
@@ -250,7 +269,7 @@ class TrainingSteps:
 
 
 def _tell(layer: MoELayer, _: Any, out: MoEOutput) -> None:
-    # one pass counts where activations are recomputed
+    # with recomputed activations only the first of the two passes is counted
     if out.stats is not None and (not layer.training or (
             torch.is_grad_enabled() and not replaying())):
         layer.observer(out.stats)

@@ -1,4 +1,4 @@
-"""Data parallelism by torch's own wrappers, with experts left to expert parallelism."""
+"""Data parallelism by torch's own wrappers (FSDP2 and DDP) for models with expert parallelism."""
 
 from __future__ import annotations
 
@@ -22,33 +22,37 @@ from moe_plugin.training.gradients.sync import exclude_experts, mark_adapters, r
 
 def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = None,
                       mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Shard all parameters but the experts over all data-parallel ranks (FSDP2, ZeRO stage 3).
+    """Shard all parameters except the experts over all data-parallel ranks (FSDP2, ZeRO stage 3).
 
-    Experts stay where expert parallelism put them; where several ranks store the same ones, their
-    gradients are averaged in buckets behind backward. When `backward` returns, every gradient is
-    that of the mean over ranks of the ranks' losses: no other call is needed. Clip with
-    `moe_plugin.training.gradients.sync.clip_grad_norm_`, or with torch's own function
-    (`part_gradients`). Experts follow `set_gradient_divide_factor` of the innermost unit around
-    their layer. Collective.
+    The experts stay on the ranks that expert parallelism assigned to them. If several ranks store
+    the same experts, the gradients are averaged in buckets after backward. When `backward` returns,
+    every gradient is that of the mean of all ranks' losses, so that no further call is needed. Clip
+    with `moe_plugin.training.gradients.sync.clip_grad_norm_` or with torch's own function
+    (`part_gradients`). The gradients of experts are divided by the value that
+    `set_gradient_divide_factor` set for the innermost unit around their layer. Collective.
 
     Args:
-        model: on its device. Shared parameters and buffers become those of rank 0.
-        units: modules whose parameters are gathered together and freed after use; the rest of the
-            model is one more unit. None: the entries of the outermost `nn.ModuleList`s. Routers
-            that stay in float32 (`router.fp32`) are units of their own, see `shard_routers`.
-        mesh: all data-parallel ranks, one axis, or two axes (replicate, shard); None: all ranks.
-        options: of `torch.distributed.fsdp.fully_shard`. With `mp_policy`, experts must have its
-            `param_dtype`.
+        model: the model on its device. Shared parameters and buffers are set to the values of
+            rank 0.
+        units: modules whose parameters are gathered together and freed after use. The rest of the
+            model is one further unit. Optional. Defaults to the entries of the outermost
+            `nn.ModuleList`s. Routers that stay in float32 (`router.fp32`) are separate units, see
+            `shard_routers`.
+        mesh: device mesh of all data-parallel ranks with one axis, or with the two axes (replicate,
+            shard). Optional. Defaults to all ranks.
+        options: options of `torch.distributed.fsdp.fully_shard`. With `mp_policy`, the experts must
+            have its `param_dtype`.
     Returns: the model itself.
     Raises:
-        ValueError: see `reduce_experts`; `units` that are not in the model.
+        ValueError: `units` contains a module that is not in the model. For further conditions see
+            `reduce_experts`.
     """
     units = list(blocks_of(model) if units is None else units)
     inside = set(model.modules())
     for unit in units:
         if unit not in inside:
-            raise ValueError(f"units has a {type(unit).__name__} that is not in the model: must be "
-                             "modules of model.modules(), as they are now")
+            raise ValueError(f"units contains a {type(unit).__name__} that is not in the model. "
+                             "Pass modules that model.modules() returns now")
     device = next(model.parameters()).device.type
     if mesh is None:
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device
@@ -57,9 +61,9 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     reduce_experts(model, world, divisor_of=_divisor_in([*units, model]))
     for layer in layers_in(model):
         if layer.comm.size == 1:
-            # whole gradients, but torch mixes them with no DTensors
+            # these gradients are whole, but torch cannot combine plain tensors with DTensors
             keep_part_gradients(layer.experts.parameters(), layer.comm)
-    experts = expert_parameters(model)  # those on the meta device are new
+    experts = expert_parameters(model)  # reduce_experts replaces those on the meta device
     _start_alike(model, experts, world)
     left_out = set(experts.values())
     shard_routers(model, left_out, mesh=mesh, **options)
@@ -70,34 +74,33 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
 
 
 def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel` for a model with experts.
+    """Wrap a model with experts in `DistributedDataParallel`. Collective.
 
-    When `backward` returns, every gradient is that of the mean over ranks of the ranks' losses,
-    see `fully_shard_model`. A communication hook that is not one of torch's must average, too, and
-    have the attribute `averages = True`; the first training call raises `ValueError` otherwise.
-    Collective.
+    When `backward` returns, every gradient is that of the mean of all ranks' losses, see
+    `fully_shard_model`. A custom communication hook must average as well, and must have the
+    attribute `averages = True`. Any other hook makes the first training call raise `ValueError`.
 
     Args:
-        model: on its device.
-        options: of `DistributedDataParallel`; `process_group` has all data-parallel ranks.
+        model: the model on its device.
+        options: options of `DistributedDataParallel`. `process_group` must contain all
+            data-parallel ranks.
     Raises:
-        ValueError: see `reduce_experts`; no parameter but experts' is trained.
+        ValueError: only experts are trainable. For further conditions see `reduce_experts`.
     """
     world = TorchComm(options.get("process_group"))
     mark_adapters(model)
     if not any(p.requires_grad and not is_expert(p) for p in model.parameters()):
         raise ValueError(
-            "ddp_model averages parameters that all ranks hold, and of this model only experts' "
-            "are trained: call moe_plugin.training.gradients.sync.reduce_experts(model) alone, "
-            "which is enough then")
+            "ddp_model averages the parameters that all ranks store, but only experts of this "
+            "model are trainable. Call moe_plugin.training.gradients.sync.reduce_experts(model) "
+            "instead, which is sufficient")
     reduce_experts(model, world)
     exclude_experts(model)
     return DistributedDataParallel(model, **options)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The entries of a model's outermost `nn.ModuleList`s, in order; not those inside MoE layers.
-    """
+    """Yield the entries of a model's outermost `nn.ModuleList`s in order, except in MoE layers."""
     for child in () if isinstance(model, MoELayer) else model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -106,7 +109,10 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
-    """Look up what `set_gradient_divide_factor` has set for the innermost unit around a layer."""
+    """Return a function that looks up the gradient divisor of the innermost unit around a layer.
+
+    The divisor is the value passed to `set_gradient_divide_factor`.
+    """
     around = dict[MoELayer, list[Any]]()
     for unit in units:
         for layer in layers_in(unit):
@@ -115,9 +121,9 @@ def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
     def divisor_of(layer: MoELayer) -> float | None:
         for unit in around[layer]:
             state = unit._get_fsdp_state()
-            # the list's name since torch 2.10; before, a unit had one group at most
-            one = getattr(state, "_fsdp_param_group", None)
-            groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
+            # torch 2.10 introduced the list; before, a unit had at most one group
+            single_group = getattr(state, "_fsdp_param_group", None)
+            groups = getattr(state, "_fsdp_param_groups", [single_group] if single_group else [])
             if groups:
                 return getattr(groups[0], "gradient_divide_factor", None)
         return None
@@ -131,8 +137,8 @@ def _world_of(mesh: DeviceMesh) -> TorchComm:
     if mesh.ndim == 1:
         return TorchComm(mesh.get_group())
     raise ValueError(
-        f"mesh of {mesh.size()} ranks in {mesh.ndim} dimensions does not fit: with two dimensions "
-        f"it must have all {dist.get_world_size()} ranks")
+        f"a mesh of {mesh.size()} ranks in {mesh.ndim} dimensions is not supported. A mesh with "
+        f"two dimensions must contain all {dist.get_world_size()} ranks")
 
 
 @torch.no_grad()

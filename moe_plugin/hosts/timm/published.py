@@ -1,11 +1,13 @@
-"""Models under the names of the published Swin-MoE checkpoints: a file for each rank, `PATH.rank0`
-and so on, each with everything that is not an expert and the rank's experts under Tutel's names.
-Where there is a `PATH.master`, it has everything that is not an expert, and the ranks' files have
-the experts alone. A dense model is one file, `PATH.global`.
+"""Read and write models in the format of the published Swin-MoE checkpoints.
 
-With more ranks than experts, a few ranks in a row have slices of one expert, along its inner width.
-The weights that Swin-Transformer's repository offers are those of the presets `swin_moe_s` and
-`swin_moe_b`, with `--experts 8`, `16` or `32`. Source: that repository, `utils_moe.py`.
+Each rank has a file, `PATH.rank0` and so on. Each file contains all parameters that are not
+experts, and the rank's experts under Tutel's names. If there is a file `PATH.master`, it contains
+the parameters that are not experts, and the ranks' files contain only experts. A dense model is one
+file, `PATH.global`.
+
+With more ranks than experts, consecutive ranks have slices of one expert, cut along its inner
+width. The weights offered by the Swin-Transformer repository are those of the presets `swin_moe_s`
+and `swin_moe_b`, with `--experts 8`, `16` or `32`. Source: that repository, `utils_moe.py`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from moe_plugin.hosts.plain.blocks import MoEBlock, blocks_in
 from moe_plugin.utils.messages import short
 
 _OURS = {ours: (theirs, swap) for theirs, (ours, swap) in NAMES.items()}
-# made again from the sizes
+# buffers that are computed from the sizes
 _BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
 
 
 def published_name(name: str) -> str:
-    """The published name of a parameter of timm's model outside of the experts' layers: stages end
-    with the step to half the resolution, with which timm's begin, and the head has no parts.
+    """Return the published name of a parameter outside of the experts' layers.
+
+    In published files a stage ends with the layer that halves the resolution, while timm's stages
+    begin with this layer. The published head has no submodules.
     """
     name = re.sub(r"^layers\.(\d+)\.downsample\.",
                   lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)
@@ -43,9 +47,12 @@ def published_name(name: str) -> str:
 
 
 def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> Path:
-    """Write this rank's file, `PATH.rankN`; complete when the name is there. Returns it.
+    """Write this rank's file `PATH.rankN` and return its path.
 
-    Raises: CheckpointError: a layer has parameters without a published name.
+    The file appears under this name only when it is complete.
+
+    Raises:
+        CheckpointError: a layer has parameters without a published name.
     """
     comm = LocalComm() if comm is None else comm
     state = {published_name(name): value.detach().clone()
@@ -55,8 +62,8 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
         state[prefix + COUNT] = torch.tensor(block.moe.config.num_experts)
         for ours, value in _parameters(block).items():
             if ours not in _OURS:
-                raise CheckpointError(f"{name}: {ours!r} has no published name; Tutel's layers "
-                                      f"have {', '.join(sorted(_OURS))}")
+                raise CheckpointError(f"parameter {ours!r} of {name} has no published name. Tutel's"
+                                      f" layers have only {', '.join(sorted(_OURS))}")
             theirs, swap = _OURS[ours]
             state[prefix + theirs] = (value.detach().mT if swap else value.detach()).contiguous()
     file = path.with_name(f"{path.name}.rank{comm.rank}")
@@ -68,47 +75,48 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 @torch.no_grad()
 def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
-    """Read files of any number of ranks into a model of `vision.model`.
-
-    Nothing is changed unless everything fits.
+    """Read the files of any number of ranks into a model. Nothing changes unless all files fit.
 
     Args:
-        path: without `.rankN`.
-        leave: see `checkpoint.load`; of parameters outside of the experts' layers.
-    Raises: CheckpointError: files are missing or cannot be read; names or shapes differ.
+        model: a model of `moe_plugin.hosts.timm.model`.
+        path: path of the files, without `.rankN`.
+        leave: see `checkpoint.load`. Applies to parameters outside of the experts' layers.
+    Raises:
+        CheckpointError: files are missing or cannot be read, or names or shapes differ.
     """
     files = published_files(path)
     if not files:
-        raise CheckpointError(f"there is no {path}.rank0, nor {path}.global; give the path without "
-                              ".rankN")
+        raise CheckpointError(f"neither {path}.rank0 nor {path}.global exists. Pass the path "
+                              "without .rankN")
     master = path.with_name(path.name + ".master")
     common = _read(master) if master.exists() else {}
-    # the other files repeat what is not an expert
+    # only the first file is read completely: the others repeat the parameters outside of experts
     states = [{**common, **_read(file, "" if file == files[0] else "._moe_layer.")}
               for file in files]
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    wanted = {published_name(name): value for name, value in _others(model).items()}
+    copies: dict[str, tuple[Tensor, Tensor]] = {}
+    targets = {published_name(name): value for name, value in _others(model).items()}
     blocks = dict(blocks_in(model))
-    known = {name for name in states[0] if not any(part in name for part in _BUFFERS)
-             and not any(name.startswith(f"{block}._moe_layer.") for block in blocks)}
-    if odd := sorted(known ^ set(wanted)):
-        where = "file" if odd[0] in known else "model"
-        raise CheckpointError(f"{odd[0]!r} is in the {where} alone: {files[0]} is of other sizes, "
-                              "or of the other backbone; released weights need the preset "
-                              "swin_moe_s or swin_moe_b")
+    file_names = {name for name in states[0] if not any(part in name for part in _BUFFERS)
+                  and not any(name.startswith(f"{block}._moe_layer.") for block in blocks)}
+    if odd := sorted(file_names ^ set(targets)):
+        where = "file" if odd[0] in file_names else "model"
+        raise CheckpointError(f"{odd[0]!r} exists only in the {where}: {files[0]} has other sizes "
+                              "or another backbone. Released weights need the preset swin_moe_s "
+                              "or swin_moe_b")
     shapes = {name: tuple(states[0][published_name(name)].shape) for name in _others(model)}
     stay = set(map(published_name, () if leave is None else leave(shapes, {})))
-    for name, target in wanted.items():
+    for name, target in targets.items():
         if name not in stay:
-            found[name] = target, states[0][name]
+            copies[name] = target, states[0][name]
     for name, block in blocks.items():
         for ours, value in _parameters(block).items():
-            found[f"{name}.{ours}"] = value, _of_layer(states, name, ours, block)
-    for name, (target, value) in found.items():
+            copies[f"{name}.{ours}"] = value, _of_layer(states, name, ours, block)
+    for name, (target, value) in copies.items():
         if target.shape != value.shape:
-            raise CheckpointError(f"{name!r} has shape {tuple(value.shape)} in {files[0]} and "
-                                  f"{tuple(target.shape)} in the model; use its sizes")
-    for target, value in found.values():
+            raise CheckpointError(f"{name!r} has shape {tuple(value.shape)} in {files[0]}, but "
+                                  f"{tuple(target.shape)} in the model. Build the model with the "
+                                  "sizes of the files")
+    for target, value in copies.values():
         target.copy_(value)
 
 
@@ -116,23 +124,24 @@ def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEB
     theirs, swap = _OURS.get(ours, ("", False))
     key = f"{name}._moe_layer.{theirs}"
     if any(key not in state for state in states):
-        raise CheckpointError(f"{ours!r} of {name} is not in the files; build the model with their "
-                              "router and experts")
+        raise CheckpointError(f"{ours!r} of {name} is not in the files. Build the model with the "
+                              "same router and experts as in the files")
     if not ours.startswith("experts."):
         return states[0][key].mT if swap else states[0][key]
     experts, size = int(states[0][f"{name}._moe_layer.{COUNT}"]), len(states)
-    shards = max(1, size // experts)  # ranks in a row that have slices of the same expert
+    shards = max(1, size // experts)  # number of consecutive ranks with slices of the same expert
     parts = [state[key] for state in states]
     if shards > 1:
         parts = [torch.cat(parts[at:at + shards], 1) for at in range(0, size, shards)]
     whole = torch.cat(parts)
-    if theirs.endswith("fc2_bias"):  # cut along the width, with zeros behind
+    if theirs.endswith("fc2_bias"):  # cut along the width and padded with zeros
         whole = whole[:, :states[0][f"{name}._moe_layer.experts.batched_fc2_w"].shape[2]]
     whole = whole.mT if swap else whole
     if whole.shape[0] != experts or experts != block.moe.config.num_experts:
         raise CheckpointError(
-            f"{name} has {experts} experts, the {size} files have {whole.shape[0]}, the model has "
-            f"{block.moe.config.num_experts}; use a model of as many experts, and all files")
+            f"{name} has {experts} experts according to the files, the {size} files contain "
+            f"{whole.shape[0]}, and the model has {block.moe.config.num_experts}. Use a model with "
+            "the same number of experts, and all files")
     return whole[local_window(ours.removeprefix("experts."), tuple(whole.shape),
                               block.moe.placement)]
 
@@ -144,7 +153,7 @@ def published_files(path: Path) -> list[Path]:
 
 
 def _others(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters outside of the blocks with experts."""
+    """Return the parameters outside of the blocks with experts."""
     inside = tuple(f"{name}." for name, _ in blocks_in(model))
     return {name: p for name, p in model.named_parameters()
             if not (inside and name.startswith(inside))}
@@ -155,7 +164,7 @@ def _parameters(block: MoEBlock) -> dict[str, Tensor]:
 
 
 def _read(file: Path, part: str = "") -> dict[str, Tensor]:
-    """The tensors of a file whose names contain `part`."""
+    """Read the tensors of a file whose names contain `part`."""
     try:
         state: Any = trust.load(file, (), f"checkpoint file {str(file)!r}", map_location="cpu")
         return {name: value for name, value in state["model"].items()
@@ -163,6 +172,6 @@ def _read(file: Path, part: str = "") -> dict[str, Tensor]:
     except trust.UntrustedFile:
         raise
     except UNREADABLE as error:
-        raise CheckpointError(f"checkpoint file {str(file)!r} cannot be read: {short(error)}; use "
-                              "another one, with its weights under 'model' and nothing but "
-                              "tensors, numbers and text beside them") from error
+        raise CheckpointError(f"checkpoint file {str(file)!r} cannot be read: {short(error)}. Use "
+                              "a file with its weights under 'model' that otherwise contains only "
+                              "tensors, numbers and text") from error

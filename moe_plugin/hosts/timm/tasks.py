@@ -1,7 +1,7 @@
-"""What a model of images learns: its loss, and what an evaluation counts.
+"""Image tasks: the loss of a model, and the counts of an evaluation.
 
-Legend: B images, T places that have a class of their own (1 in classification), M members, C
-classes.
+Legend: B images, T positions with a class (1 in classification, all pixels in segmentation), M
+members, C classes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 
 @dataclass(frozen=True)
 class VisionTask:
-    """Losses and counts of a model's outputs [B, ..., C], or [B, ..., M, C] of an ensemble.
+    """Losses and counts of a model's outputs [B, ..., C], or [B, ..., M, C] for an ensemble.
 
     Attributes:
-        ensemble: None: one output.
-        smoothing: share of the label that all classes get, without an ensemble.
-        segments: each pixel is background or foreground (class 1).
+        ensemble: settings of the ensemble, or None for a model with one output.
+        smoothing: share of the label that is spread over all classes, without an ensemble.
+        segments: whether each pixel is background or foreground (class 1).
     """
 
     ensemble: EnsembleSettings | None = None
@@ -40,17 +40,20 @@ class VisionTask:
     segments: bool = False
 
     def _shaped(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, M, C] and [B, T]."""
+        """Reshape the outputs to [B, T, M, C] and the targets to [B, T]."""
         logits = outputs if self.ensemble else outputs.unsqueeze(-2)
         target_BT = target.reshape(len(target), -1)
         return logits.reshape(*target_BT.shape, *logits.shape[-2:]), target_BT
 
     def losses(self, outputs: Tensor, target: Tensor, *, training: bool) -> Tensor:
-        """Loss of each image, [B]: the mean over its places. In evaluation labels are exact and
-        not smoothed.
+        """Return the loss [B] of each image, averaged over its positions.
+
+        In evaluation, labels are exact and not smoothed.
 
         Args:
-            target: int64 [B] or [B, ...], one class a place.
+            outputs: the model's outputs.
+            target: int64 [B] or [B, ...], the class of each position.
+            training: whether to compute the training loss.
         """
         logits_BTMC, target_BT = self._shaped(outputs, target)
         if self.ensemble:
@@ -69,7 +72,7 @@ class VisionTask:
                                by_sequence=e.by_sequence)
 
     def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
-        """What `results` needs, summed over the images that are real, float64 [V]."""
+        """Return the sums that `results` needs over all real images, float64 [V]."""
         logits_BTMC, target_BT = self._shaped(outputs, target)
         errors = sequence_errors(logits_BTMC, target_BT,
                                  self.ensemble is None or self.ensemble.by_sequence)
@@ -88,18 +91,20 @@ class VisionTask:
         return torch.cat([sums, *(sure[name] for name in HISTOGRAMS)])
 
     def results(self, sums: Tensor) -> dict[str, Any]:
-        """Of `counts`, added over all batches and ranks: loss, accuracy (where it segments: of
-        pixels, and the intersection over union of the foreground), and of an ensemble errors and
-        histograms of confidences: numbers of distributions by the largest probability, in equal
-        parts of 0..1.
+        """Convert `counts`, summed over all batches and ranks, to named results.
+
+        The results are the loss and the accuracy. In segmentation the accuracy is that of pixels,
+        and the intersection over union of the foreground is added. For an ensemble, errors and
+        histograms of confidences are added. A histogram counts distributions by their largest
+        probability, in bins of equal width from 0 to 1.
         """
         images, loss, top1, oracle, member, both, either = sums[:len(_SUMS)].tolist()
-        found = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}
+        values = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}
         if self.segments:
-            found["iou"] = both / either if either else 1.0
+            values["iou"] = both / either if either else 1.0
         if not self.ensemble:
-            return found
+            return values
         counts = sums[len(_SUMS):].view(len(HISTOGRAMS), BINS).round().long().tolist()
-        return {**found, "top1_error": top1 / images, "oracle_error": oracle / images,
+        return {**values, "top1_error": top1 / images, "oracle_error": oracle / images,
                 "member_error": member / images,
                 "confidence": dict(zip(HISTOGRAMS, counts, strict=True))}

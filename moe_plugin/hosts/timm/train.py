@@ -1,11 +1,11 @@
-"""Train a SwinV2-MoE, or its dense counterpart, on a folder of images.
+"""Train a SwinV2-MoE model, or its dense counterpart, on a folder of images.
 
     python -m moe_plugin.hosts.timm.train --example digits --data IMAGES --out RUN
     torchrun --standalone --nproc_per_node 2 -m moe_plugin.hosts.timm.train --data IMAGES \\
         --out RUN --preset swin_s --moe-eval-capacity-factor 0.5
 
-A start in the folder of a run continues it, at any number of ranks that the experts fit.
-`moe-plugin report RUN` draws it.
+If the folder already contains a run, the command continues it. The number of ranks may change, if
+it fits the number of experts. `moe-plugin report RUN` writes a report of the run.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.run_feature import StepFacts
 
-# timm's classes of blocks, which keep, recompute or swap activations
+# names of timm's blocks, the units for which activations are kept, recomputed or offloaded
 BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"
 
 
 class Trainer:
-    """One run: model, data, optimizer, progress.
+    """One training run: model, data, optimizer and progress.
 
     Attributes:
-        steps: of the optimizer. accuracy: of the last evaluation, 0 to 1.
+        steps: the steps of the optimizer.
+        accuracy: accuracy of the last evaluation, 0 to 1.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -90,7 +91,8 @@ class Trainer:
         self.train_set: ImageSet = kind(args.data / "train", training=True, **part)
         self.valid_set: ImageSet = kind(args.data / "val", training=False, **part)
         if self.train_set.classes != self.valid_set.classes:
-            raise ValueError(f"{args.data}: train and val have other classes: "
+            raise ValueError(f"train and val in {args.data} have different classes. Only one of "
+                             "them has: "
                              f"{set(self.train_set.classes) ^ set(self.valid_set.classes)}")
         torch.manual_seed(args.seed)
         self.model = self._model(size, given)
@@ -100,7 +102,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(optimizer_groups(
             self.model, args.lr, weight_decay=args.weight_decay))
         self.blocks = list(blocks_in(self.model))
-        self.loss = torch.zeros(())  # of the images of the last step
+        self.loss = torch.zeros(())  # loss of the images in the last step, without router losses
         self.steps = TrainingSteps(
             self.wrapped, self.optimizer, self.loss_of, self._settings(settings),
             clip=args.clip, world=self.comm, has_log=True,
@@ -118,7 +120,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of completed optimizer steps."""
         return self.steps.done
 
     def _model(self, size: SwinMoE, given: dict[str, Any]) -> nn.Module:
@@ -136,11 +138,11 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint."""
+        """Folder of the checkpoint."""
         return self.args.out / "checkpoint"
 
     def run(self) -> None:
-        """From the last checkpoint, or initial weights, to the last epoch; or one evaluation."""
+        """Train from the last checkpoint or initial weights to the last epoch, or evaluate once."""
         if self.args.evaluate:
             return self.report_evaluation()
         if self.there(self.folder):
@@ -154,10 +156,10 @@ class Trainer:
         while self.epoch < self.args.epochs:
             self.train_epoch()
             self.epoch += 1
-            found = self.evaluate()
-            self.accuracy = found["accuracy"]
-            self.write({"iteration": self.step, "lm_loss": None, **found, "epoch": self.epoch})
-            self.say(f"epoch {self.epoch}/{self.args.epochs} | {told(found)}")
+            results = self.evaluate()
+            self.accuracy = results["accuracy"]
+            self.write({"iteration": self.step, "lm_loss": None, **results, "epoch": self.epoch})
+            self.say(f"epoch {self.epoch}/{self.args.epochs} | {told(results)}")
             save(self.folder, self.model, self.optimizer, self.comm,
                  {"epoch": self.epoch, "step": self.step, "accuracy": self.accuracy,
                   "classes": self.classes})
@@ -168,12 +170,12 @@ class Trainer:
         return self.train_set.classes
 
     def there(self, place: Path) -> bool:
-        """Whether any rank sees this folder: what ranks do then must be the same."""
-        [found] = self.comm.agree_max([float(place.exists())])
-        return bool(found)
+        """Return whether the folder exists on any rank. All ranks must act the same way."""
+        [exists] = self.comm.agree_max([float(place.exists())])
+        return bool(exists)
 
     def begin_with(self, place: Path) -> None:
-        """Read initial weights; a head of other classes stays as it was drawn."""
+        """Read initial weights. A head for other classes retains its random weights."""
         fresh: list[str] = []
 
         def leave(shapes: Mapping[str, tuple[int, ...]], extra: Mapping[str, Any]) -> list[str]:
@@ -181,46 +183,53 @@ class Trainer:
             return fresh
 
         self.read_weights(place, leave)
-        head = f"; the head begins again, for {len(self.classes)} other classes" if fresh else ""
-        self.say(f"begins with the weights of {place}{head}")
+        head = (f"; the head starts with random weights for {len(self.classes)} other classes"
+                if fresh else "")
+        self.say(f"starts with the weights of {place}{head}")
 
     def read_weights(self, place: Path, leave: Leave | None = None) -> Mapping[str, Any]:
-        """Of a run's checkpoint, whose further values are returned, or of published files.
+        """Read the weights of a run's checkpoint, or of published files.
 
-        leave: see `checkpoint.load`.
-        Raises: ValueError: neither is there, or they do not fit the model.
+        Args:
+            place: folder of the checkpoint, or path of published files.
+            leave: see `checkpoint.load`.
+        Returns: the further values of the checkpoint.
+        Raises:
+            ValueError: neither a checkpoint nor published files exist there, or they do not fit the
+                model.
         """
         if self.there(place):
             return load(place, self.model, None, self.comm, leave)
         if any(self.there(place.with_name(place.name + end)) for end in (".rank0", ".global")):
             read_published(self.model, place, leave)
             return {}
-        raise ValueError(f"there is no checkpoint {place}; give the folder of one, such as "
-                         "RUN/checkpoint, or PATH of published files PATH.rank0 or PATH.global")
+        raise ValueError(f"there is no checkpoint {place}. Use the checkpoint folder of a run, "
+                         "such as RUN/checkpoint, or the PATH of published files PATH.rank0 or "
+                         "PATH.global")
 
     def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
-        """`ValueError` where a checkpoint is of other classes than --data."""
+        """Raise `ValueError` if a checkpoint was trained on other classes than those of --data."""
         theirs = extra.get("classes", self.classes)
         if theirs != self.classes:
             raise ValueError(
-                f"{source} is of the classes {short(theirs)}, --data {self.args.data} has "
-                f"{short(self.classes)}: must be the same; to train it further for others, give "
-                "another --out, and this one to --init")
+                f"{source} was trained on the classes {short(theirs)}, but --data "
+                f"{self.args.data} has {short(self.classes)}. To train the model for other "
+                "classes, pass this checkpoint to --init and use another --out")
 
     def report_evaluation(self) -> None:
-        """One evaluation of the weights, printed, and added to `evaluations.jsonl`."""
+        """Evaluate the weights once, print the results and append them to `evaluations.jsonl`."""
         source = self.args.init or self.folder
         self.check_classes(source, self.read_weights(source))
-        found = self.evaluate()
-        self.write({"weights": str(source), **found}, "evaluations.jsonl")
-        self.say(f"{source} | {told(found)}")
+        results = self.evaluate()
+        self.write({"weights": str(source), **results}, "evaluations.jsonl")
+        self.say(f"{source} | {told(results)}")
 
     def train_epoch(self) -> None:
-        """One pass over the images, in an order that depends on seed and epoch alone."""
+        """Train on all images once, in an order that depends only on the seed and the epoch."""
         args = self.args
         random = torch.Generator().manual_seed(1_000_003 * args.seed + self.epoch)
         order = torch.randperm(len(self.train_set), generator=random)
-        torch.manual_seed(7919 * args.seed + 31 * self.epoch + self.comm.rank)  # crops, noise
+        torch.manual_seed(7919 * args.seed + 31 * self.epoch + self.comm.rank)  # for crops, noise
         self.wrapped.train()
         begun, images, total = time.perf_counter(), 0, torch.zeros(2)
         count, step = len(self.train_set), args.batch_size * self.comm.size
@@ -229,7 +238,7 @@ class Trainer:
             of_all = min(step, count - number * step)
             self.set_rate(self.epoch + number / self.epoch_steps)
             if self.steps((x_BCSS, y, real_B, of_all)) is None:
-                continue  # which is said
+                continue  # the skipped step has been logged
             images += of_all
             total += torch.tensor([float(self.loss), 1.0])
             if self.step % args.log_every == 0:
@@ -241,20 +250,23 @@ class Trainer:
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
-        """This rank's loss in a step of so many images over all ranks; `loss` is that of the images
-        alone, whose mean over ranks is theirs.
+        """Return this rank's loss of a step, and store the loss without router losses in `loss`.
+
+        The mean of `loss` over all ranks is the mean loss of all images of the step.
         """
         x_BCSS, y, real_B, of_all = batch
         loss_B = self.task.losses(model(x_BCSS), y, training=True)
-        # gradients are means over ranks: each image of a short last step counts alike
+        # gradients are averaged over ranks: the factor gives each image of a short last step the
+        # same weight
         loss = (loss_B * real_B).sum() * self.comm.size / of_all
         self.loss = loss.detach()
         return loss + auxiliary_loss(self.model) if self.blocks else loss
 
     def set_rate(self, epochs: float) -> None:
-        """Linear warm-up, then half a cosine to 1 % of the rate.
+        """Set the learning rate: a linear warm-up, then half a cosine down to 1 % of the rate.
 
-        epochs: done, with parts of one. Steps say less: a run may continue with other batches.
+        epochs: completed epochs, with a fraction for the current one. The number of steps would be
+            wrong for a run that continues with another batch size.
         """
         args, steps = self.args, self.args.epochs * self.epoch_steps
         warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)
@@ -265,7 +277,7 @@ class Trainer:
             group["lr"] = args.lr * factor
 
     def evaluate(self) -> dict[str, Any]:
-        """`VisionTask.results` of all images of `val`, each counted once."""
+        """Return `VisionTask.results` for all images of `val`, with each image counted once."""
         return self.steps.evaluate(self._evaluated)
 
     def _evaluated(self) -> dict[str, Any]:
@@ -277,28 +289,28 @@ class Trainer:
                 stats = block.last.stats
                 routed_2 += torch.stack([stats.load_KE.sum(), stats.kept_KE.sum()]).double()
         routed, kept = self.comm.all_reduce(routed_2).tolist()
-        found = self.task.results(self.comm.all_reduce(sums))
-        return {**found, "drop_fraction": 1 - kept / routed} if routed else found
+        results = self.task.results(self.comm.all_reduce(sums))
+        return {**results, "drop_fraction": 1 - kept / routed} if routed else results
 
     def log(self, record: dict[str, Any]) -> None:
-        """A line of the training log, for the findings and plots, too."""
+        """Append a record to the training log, and report it to the features of the run."""
         self.write(record)
         self.steps.run.after_log(StepFacts(self.step, logged=step_record(record)[0]))
 
     def write(self, record: dict[str, Any], file: str = "log.jsonl") -> None:
-        """A line of a file of the run, by rank 0."""
+        """Append a record to a file of the run. Only rank 0 writes."""
         if self.comm.rank == 0:
             with open(self.args.out / file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
 
     def say(self, text: str) -> None:
-        """A line of output, by rank 0."""
+        """Print a line on rank 0."""
         if self.comm.rank == 0:
             print(text, flush=True)
 
 
 def told(found: dict[str, Any]) -> str:
-    """Results of an evaluation as a line."""
+    """Format the results of an evaluation as one line."""
     named = {"accuracy": "accuracy", "oracle_error": "oracle error", "iou": "IoU",
              "drop_fraction": "dropped"}
     return " | ".join([f"valid loss {found['valid_loss']:.4f}", *(
@@ -306,7 +318,7 @@ def told(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line of the training script."""
     args = parser(__doc__).parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}

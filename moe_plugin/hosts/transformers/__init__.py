@@ -1,11 +1,11 @@
-"""Our experts and our exchange under the names that Hugging Face's `transformers` asks for.
+"""MoE layers of this package as implementations that Hugging Face's `transformers` finds by name.
 
     import moe_plugin.hosts.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_plugin")
 
-or, spread over ranks, `distributed_config=DistributedConfig(ep_size=2,
-ep_implementation="moe_plugin")`. No module is swapped: the model's parameters, files, `Trainer`,
-adapters and generation stay `transformers`'.
+To distribute the experts over ranks, pass `distributed_config=DistributedConfig(ep_size=2,
+ep_implementation="moe_plugin")`. No module is replaced: the model's parameters, files, `Trainer`,
+adapters and generation remain those of `transformers`.
 """
 
 from moe_plugin.hosts.transformers.register import NAME, check, use

@@ -1,8 +1,8 @@
-"""The experts of a module of `transformers`, computed by our kernels where its parameters are.
+"""Compute the experts of a `transformers` module with our kernels, from the module's parameters.
 
-`transformers` stores the stack of all experts in `gate_up_proj` (or `up_proj`) and `down_proj`, the
-output axis first unless `is_transposed`; gate and up in halves, or alternating unless
-`is_concatenated` (`integrations/moe.py` of transformers 5).
+`transformers` stores the stacked experts in `gate_up_proj` (or `up_proj`) and `down_proj`. The
+output axis comes first unless `is_transposed` is set. Gate and up are two halves, or alternate if
+`is_concatenated` is not set (`integrations/moe.py` of transformers 5).
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, RowCounts
 from moe_plugin.utils.messages import first_process, warn_once
 
-_SAME = 1e-6  # of two activations' values
-_LARGE = torch.logspace(-3, 4, 29)  # an activation may be another one's, cut off
+_SAME = 1e-6  # largest accepted difference between the values of two activations
+_LARGE = torch.logspace(-3, 4, 29)  # a clipped activation differs from ours only at large values
 _POINTS = torch.cat([torch.linspace(-6, 6, 97), _LARGE, -_LARGE])
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The name in `ACTIVATIONS` of what a module of experts computes between its two products;
-    None: it computes something else (a clamped gate, an activation of another form).
+    """Return the name in `ACTIVATIONS` of the activation that an experts module uses.
+
+    Returns None if the module computes anything else between its two products, for example a
+    clamped gate.
     """
     if module.has_gate and has_its_own_gate(module) or module.has_post_expert_norm:
         return None
@@ -42,7 +44,7 @@ def activation_of(module: nn.Module) -> str | None:
     try:
         with torch.no_grad():
             wanted = module.act_fn(x)
-    except (TypeError, RuntimeError):  # of two arguments, or with parameters elsewhere
+    except (TypeError, RuntimeError):  # needs two arguments, or its parameters are on a device
         return None
     for name, act in ACTIVATIONS.items():
         if wanted.shape == x.shape and torch.allclose(act.value(x), wanted, atol=_SAME, rtol=_SAME):
@@ -51,49 +53,52 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def check_module(module: nn.Module) -> None:
-    """`ValueError` unless a module of experts says how its weights lie, in floating-point numbers
-    that are multiplied as they are.
+    """Raise `ValueError` unless a module of experts declares how its weights are stored.
+
+    The weights must be floating-point numbers of 16 bits or more that are used without scaling.
     """
     dtype = None
     if of_transformers(module):
         dtype = first_stack(module).dtype
         if dtype.is_floating_point and dtype.itemsize >= 2:
             return
-    what = f"has weights of {dtype}" if dtype else "is not decorated by use_experts_implementation"
+    why = f"has weights of {dtype}" if dtype else "is not decorated by use_experts_implementation"
     raise ValueError(
-        f"{type(module).__name__} {what}: must be experts in 16 bits or more, stacked as "
-        "those of transformers; load the model without quantization, or by another implementation")
+        f"{type(module).__name__} {why}. Only experts stacked as in transformers with weights of "
+        "16 bits or more are supported. Load the model without quantization, or use another "
+        "implementation")
 
 
 def experts_of(module: nn.Module, config: MoEConfig, placement: Placement) -> Experts:
-    """What computes a module's experts on this rank.
+    """Return the object that computes a module's experts on this rank.
 
-    The module's own form is computed by torch's grouped products, which takes no layout that
-    gathers or borrows parameters; a line in the log says so once for each kind of module.
+    Experts with a special activation or gate are computed by torch's grouped products, which
+    support no layout that gathers or borrows parameters. A log line reports this once for each
+    class of modules.
 
     Raises:
-        ValueError: this rank stores another number of experts than `placement` says, or settings
-            are for kernels that do not compute a form of its own.
+        ValueError: the number of experts on this rank differs from `placement`, or a setting
+            applies only to our kernels.
     """
     name, stored = type(module).__name__, first_stack(module).shape[0]
     if stored != placement.local:
         raise ValueError(
-            f"{name} has {stored} experts on this rank: must be {placement.local} of "
-            f"{placement.experts} on {placement.comm.size} ranks; spread the model by "
+            f"{name} has {stored} experts on this rank instead of {placement.local} (of "
+            f"{placement.experts} on {placement.comm.size} ranks). Distribute the model with "
             "DistributedConfig of transformers, and leave parallel.shards out")
     if activation_of(module) is not None:
         return ModuleExperts(module, config, placement)
-    where = f"where {name} computes its experts in a form of its own"
+    where = f"where {name} uses its own activation or gate"
     config.experts.read_where(False, where, "use it for another model", "compute",
                               "compute_selection", "precision", "recompute_activation")
     if first_process():
-        warn_once(__name__, f"{name} computes its experts in a form of its own: by torch's grouped "
-                            "products, not by kernels of moe-plugin")
+        warn_once(__name__, f"the experts of {name} have their own activation or gate, so torch's "
+                            "grouped products compute them instead of the kernels of moe-plugin")
     return OwnFormExperts(module)
 
 
 class _Halves(torch.autograd.Function):
-    """Gate and up of one stack as views; backward writes the stack's gradient in one pass."""
+    """Split a stack into views of gate and up; backward writes the stack's gradient in one pass."""
 
     @staticmethod
     def forward(ctx: Any, both_LDF: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
@@ -104,7 +109,7 @@ class _Halves(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, gate_LDF: Tensor, up_LDF: Tensor) -> tuple[Tensor, None]:
         shape = (*gate_LDF.shape[:-1], 2 * gate_LDF.shape[-1])
-        if gate_LDF.dim() == 3 and gate_LDF.stride(1) == 1:  # as the stack lies
+        if gate_LDF.dim() == 3 and gate_LDF.stride(1) == 1:  # same memory layout as the stack
             both_LDF = gate_LDF.new_empty(shape[0], shape[2], shape[1]).transpose(1, 2)
         else:
             both_LDF = gate_LDF.new_empty(shape)
@@ -115,7 +120,7 @@ class _Halves(torch.autograd.Function):
 
 
 def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
-    """(gate, up) along the last axis."""
+    """Return (gate, up), split along the last axis."""
     if concatenated:
         gate, up = both.chunk(2, -1)
         return gate, up
@@ -123,21 +128,24 @@ def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
 
 
 def _input_first(module: nn.Module, weight: Tensor) -> Tensor:
-    """[L, I, O] of a stack of a module's matrices."""
+    """Return a stack of a module's matrices as [L, I, O]."""
     return weight if module.is_transposed else weight.transpose(1, 2)
 
 
 class ModuleExperts(FFNExperts):
-    """`FFNExperts` that stores nothing: each call reads the parameters that the module has then,
-    which may be gathered ones or this rank's part of a DTensor.
+    """`FFNExperts` that reads a module's parameters in each call instead of storing its own.
+
+    The parameters may be gathered, or may be this rank's part of a DTensor.
 
     Args:
-        module: decorated by `use_experts_implementation`; it has one of `ACTIVATIONS`.
+        module: a module decorated by `use_experts_implementation`, with one of `ACTIVATIONS`.
+        config: settings of the layer.
+        placement: which experts this rank stores.
     """
 
     def __init__(self, module: nn.Module, config: MoEConfig, placement: Placement) -> None:
         Experts.__init__(self)
-        self.module = (module,)  # in a tuple, so that it is not a part of this one
+        self.module = (module,)  # a tuple keeps the module from being registered as a submodule
         self.config, self.placement = config.experts, placement
         self.compute = strategies.get(config.experts.compute)
         self.adds_to_main_grad, self.memory = False, Workspace()
@@ -149,13 +157,13 @@ class ModuleExperts(FFNExperts):
 
     @property
     def w_in_LDF(self) -> Tensor:  # type: ignore[override]
-        """Of this shape and dtype; not to compute with."""
+        """Return a tensor with the shape and dtype of the weights. Do not compute with it."""
         module = self.module[0]
         stack = _input_first(module, first_stack(module).detach())
         return _halves(stack, True)[1] if module.has_gate else stack
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`: views of the module's parameters."""
+        """Return views of the module's parameters, see `Experts`."""
         module, found = self.module[0], {}
         first = _input_first(module, first_stack(module))
         if module.has_gate:
@@ -174,8 +182,9 @@ class ModuleExperts(FFNExperts):
 
 
 class OwnFormExperts(Experts):
-    """Experts whose module says what is between the two products: `_apply_gate`, `act_fn`,
-    `post_expert_norm`.
+    """Experts with a custom function between the two products.
+
+    The module defines the function in `_apply_gate`, `act_fn` and `post_expert_norm`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -207,12 +216,13 @@ class OwnFormExperts(Experts):
 
 
 def stacks_read_once(module: nn.Module) -> AbstractContextManager[None]:
-    """Compute parametrized stacks, such as those that `peft` adapts, once in a call, and in the
-    same order in every call: `torch.utils.checkpoint` compares what autograd saves in a forward
-    pass with what it saves in the recomputation.
+    """Compute parametrized stacks (for example adapted by `peft`) once per call, in a fixed order.
+
+    The order matters because `torch.utils.checkpoint` compares the tensors that autograd saves in
+    the forward pass with those that it saves in the recomputation.
     """
-    found: Any = module._modules.get("parametrizations")
-    return nullcontext() if found is None else _read_once(module, list(found))
+    parametrized: Any = module._modules.get("parametrizations")
+    return nullcontext() if parametrized is None else _read_once(module, list(parametrized))
 
 
 @contextmanager
@@ -230,6 +240,6 @@ def first_stack(module: nn.Module) -> Tensor:
 
 def _anchor(module: nn.Module) -> Any:
     values = [p for p in module._parameters.values() if p is not None]
-    # adapters keep stacks in modules below; replicas of `nn.DataParallel` have no parameters
+    # adapters move stacks into submodules, and replicas of `nn.DataParallel` have no parameters
     values = values or list(module.parameters()) or [first_stack(module)]
     return next((p for p in values if p.requires_grad), values[0])

@@ -1,4 +1,4 @@
-"""A `Trainer` of transformers that keeps other runs from its `output_dir`."""
+"""A `Trainer` callback that prevents two runs from using the same `output_dir`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 
 
 class FolderOfOneRun(TrainerCallback):
-    """Only one run at a time trains into `output_dir`; see `moe_plugin.utils.folder_lock`.
+    """A callback that lets only one run at a time train into `output_dir`.
+
+    See `moe_plugin.utils.folder_lock`.
 
     Args:
-        take_over: also where another run seems to have the folder.
+        take_over: whether to use the folder even if another run seems to use it.
     """
 
     def __init__(self, take_over: bool = False) -> None:
@@ -24,14 +26,18 @@ class FolderOfOneRun(TrainerCallback):
         self._lock: FolderLock | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises: ValueError: another run has the folder; on all ranks."""
+        """Lock the folder.
+
+        Raises:
+            ValueError: another run uses the folder. Raised on all ranks.
+        """
         several = dist.is_available() and dist.is_initialized()
         with refused_together("the folder of the run") if several else nullcontext():
             if state.is_world_process_zero:
                 self._lock = hold_folder(args.output_dir, self._take_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Release the folder; a run that fails does so when its process ends."""
+        """Release the folder. A run that fails releases the folder when its process ends."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

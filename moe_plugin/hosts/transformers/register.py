@@ -1,5 +1,7 @@
-"""Names in the two registries of `transformers`: how experts are computed, and how tokens reach
-them on other ranks.
+"""Register implementations of experts and of expert parallelism in `transformers`.
+
+`transformers` has one registry for the functions that compute experts, and one for the exchange of
+tokens between ranks.
 """
 
 from __future__ import annotations
@@ -40,22 +42,26 @@ from moe_plugin.routed_experts import RoutedExperts, check_routed
 from moe_plugin.utils.messages import short
 
 NAME = "moe_plugin"
-# what is left to set where the model has the router and the experts' sizes
+# sections of settings that remain useful when the model defines the router and the expert sizes
 SETTINGS = ("dispatch.", "parallel.", "comm.", "tuner.", "experts.compute", "experts.precision",
             "experts.recompute_activation")
-KEPT = "_moe_plugin"  # by a module of experts, for its next call
-_OVER_RANKS = "_moe_plugin_ep"  # of a module of experts whose tokens our exchange brings
+KEPT = "_moe_plugin"  # attribute of an experts module in which its state between calls is stored
+_OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens our exchange delivers
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:
-    """Register `name` with settings of ours, for `experts_implementation=name` and
-    `DistributedConfig(ep_implementation=name)`. Call it before the model is made.
+    """Register an implementation with custom settings. Call this before the model is built.
+
+    The name can then be passed as `experts_implementation=name` and as
+    `DistributedConfig(ep_implementation=name)`.
 
     Args:
-        settings: dotted paths to values, such as `{"parallel.mode": "auto"}`, or nested ones.
+        settings: settings as dotted paths, such as `{"parallel.mode": "auto"}`, or as nested
+            dictionaries.
+        name: the name to register.
     Raises:
-        ValueError: no such setting, or one that is not read here, where a model has a router and
-            experts of its own.
+        ValueError: a setting is unknown, or has no effect in a model that has its own router and
+            experts.
     """
     _check(settings)
     settings = dict(settings)
@@ -64,24 +70,24 @@ def use(settings: Mapping[str, Any], name: str = NAME) -> None:
 
 
 def check(model: nn.Module) -> list[str]:
-    """The names of the modules of a model whose experts moe-plugin computes.
+    """Return the names of the modules whose experts this package computes.
 
-    `transformers` takes any name for any model, and leaves it without effect where a model, or its
-    quantization, computes experts in a way of its own.
+    `transformers` accepts any implementation name for any model. If a model, or its quantization,
+    computes the experts in its own way, the name has no effect.
 
     Raises:
-        ValueError: it computes none.
+        ValueError: this package computes no experts of the model.
     """
-    found = [name for name, module in model.named_modules() if _is_ours(module)]
-    if not found:
+    names = [name for name, module in model.named_modules() if _is_ours(module)]
+    if not names:
         others = {name for name in (type(module).__name__ for module in model.modules())
                   if "Experts" in name}
         raise ValueError(
-            f"moe-plugin computes no experts of {type(model).__name__}, which has "
-            f"{', '.join(sorted(others)) or 'none'}: must have some that are decorated by "
-            f"use_experts_implementation; set experts_implementation={NAME!r} or, over ranks, "
-            "ep_implementation, or take another model")
-    return found
+            f"moe-plugin computes no experts of {type(model).__name__}. The model has the expert "
+            f"modules: {', '.join(sorted(others)) or 'none'}. At least one must be decorated by "
+            f"use_experts_implementation. Set experts_implementation={NAME!r} or, for several "
+            "ranks, ep_implementation, or use another model")
+    return names
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -96,28 +102,28 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    where = "in a model of transformers"
+    where = "in a transformers model"
     sections = {path.split(".")[0] for path in to_dict(MoEConfig())}
     for path, value in canonical(flatten(settings), aliases(MoEConfig)).items():
         if path.split(".")[0] in sections and not f"{path}.".startswith(SETTINGS):
             raise ValueError(
-                f"{path}={short(value)} {where}: must be a setting under one of "
-                f"{', '.join(s.rstrip('.') for s in SETTINGS)}, because the model has its own "
-                "router and experts; leave it out, or put our layer in their place with "
-                "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
+                f"{path}={short(value)} {where} has no effect, because the model has its own "
+                "router and experts. Use only settings under "
+                f"{', '.join(s.rstrip('.') for s in SETTINGS)}, or replace the MoE blocks by our "
+                "layers with moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     config = with_overrides(MoEConfig(), settings)
     check_routed(config, ranks=1)
     parallel = config.parallel
     parallel.require("shards", parallel.shards is None, f"none {where}, whose ranks store whole "
                      "experts", "leave it out")
     parallel.require("spill", parallel.spill != "standing", "never, least_loaded or everywhere "
-                     f"{where}, in which the end of a step is not known", "use least_loaded")
+                     f"{where}, where the end of a step is unknown", "use least_loaded")
 
 
 class _Kept:
-    """What calls of one module of experts share. A copy of the module makes its own.
+    """State shared by the calls of one experts module. A copied module builds its own state.
 
-    key: settings and module that it was made for.
+    key: the settings and the module for which the state was built.
     """
 
     def __init__(self, key: Any = None, routed: RoutedExperts | None = None) -> None:
@@ -129,12 +135,15 @@ class _Kept:
 
 def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states: Tensor,
                      top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """As `ALL_EXPERTS_FUNCTIONS` calls it: the experts that this module has, of this rank alone.
+    """Compute the experts that this rank stores. Called through `ALL_EXPERTS_FUNCTIONS`.
 
     Args:
-        hidden_states: [T, D].
-        top_k_index: [T, K]; num_experts: that of another rank.
-        top_k_weights: [T, K].
+        settings: settings of the implementation.
+        self: the experts module.
+        hidden_states: [T, D], the tokens.
+        top_k_index: [T, K], the experts of each token. The value num_experts marks an expert of
+            another rank.
+        top_k_weights: [T, K], the weights of the experts.
     """
     with stacks_read_once(self):
         return _experts_read(settings, self, hidden_states, top_k_index, top_k_weights)
@@ -143,9 +152,9 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
 def _experts_read(settings: Mapping[str, Any], self: nn.Module, hidden_states: Tensor,
                   top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     kept, key = self.__dict__.get(KEPT), (settings, self)
-    if kept is None or kept.key != key:  # a replica of `nn.DataParallel` begins with another's
+    if kept is None or kept.key != key:  # a replica of `nn.DataParallel` inherits this attribute
         experts = int(self.num_experts)
-        # fewer experts than choices, where others compute the rest
+        # this rank may store fewer experts than a token chooses, if other ranks store the rest
         choices = min(top_k_index.shape[1], experts)
         kept = _Kept(key, _routed(self, settings, LocalComm(), experts, choices))
         self.__dict__[KEPT] = kept
@@ -157,10 +166,10 @@ def _experts_read(settings: Mapping[str, Any], self: nn.Module, hidden_states: T
 
 
 class PluginEP(EPImplementation):
-    """Our exchange, layouts and kernels, on the mesh that `transformers` makes.
+    """Expert parallelism with our exchange, layouts and kernels on the mesh of `transformers`.
 
-    Ranks that hold the same tokens (`tp_mesh`) take equal parts of them, as `AllToAllEP` does.
-    Whatever `experts_implementation` is, our kernels compute the rows.
+    Ranks that have the same tokens (`tp_mesh`) process equal parts of them, as in `AllToAllEP`. Our
+    kernels compute the experts for any value of `experts_implementation`.
     """
 
     def __init__(self, settings: Mapping[str, Any], experts: nn.Module, ep_mesh: Any,
@@ -178,7 +187,7 @@ class PluginEP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor,
                  top_k_weights: Tensor) -> Tensor:
-        """[T, D] of the tokens [T, D] that this rank holds."""
+        """Compute the experts for this rank's tokens [T, D] and return the results [T, D]."""
         try:
             with stacks_read_once(self.experts[0]):
                 return self._through(hidden_states, top_k_index, top_k_weights)
@@ -203,7 +212,7 @@ class PluginEP(EPImplementation):
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
 
     def _check(self, module: nn.Module) -> None:
-        """Compare the experts of all ranks in some training calls, see `OverwriteCheck`."""
+        """Compare the experts of all ranks in some of the training calls, see `OverwriteCheck`."""
         if torch.compiler.is_compiling() or self.comm.size == 1 or not (
                 module.training and torch.is_grad_enabled()):
             return
@@ -216,7 +225,7 @@ class PluginEP(EPImplementation):
 
 def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
           comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's 1/size of them, filled up with tokens of no expert."""
+    """Return this rank's share of the tokens, padded with tokens that have no expert."""
     missing = -x_TD.shape[0] % comm.size
     ids_TK = F.pad(ids_TK, (0, 0, 0, missing), value=-1).chunk(comm.size)[comm.rank]
     return split_tokens(x_TD, None, comm)[0], ids_TK, split_tokens(weights_TK, None, comm)[0]
@@ -233,8 +242,8 @@ def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor
 
 def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
-    """The path of a module's calls. Collective."""
-    check_module(module)  # some quantize weights after the model is made
+    """Build the object that computes a module's calls. Collective."""
+    check_module(module)  # again, because the weights may be quantized after the model is built
     first = module.gate_up_proj if module.has_gate else module.up_proj
     width, inner = first.shape[1:] if module.is_transposed else reversed(first.shape[1:])
     if module.has_gate:

@@ -1,8 +1,8 @@
-"""Routing of rollouts, replayed in models of `transformers`, whose routers are their own.
+"""Replay the routing of rollouts in `transformers` models with their own routers.
 
-Every family writes its own router, and each takes the experts of a token by one `topk` of [T, E]
-scores, whose values become the weights. While a rollout is replayed, that call gives the experts of
-the rollout, and their scores.
+Every model family has its own router code, but each router selects a token's experts by one call of
+`topk` on [T, E] scores, whose values become the weights. During a replay, this call returns the
+experts of the rollout and their scores.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from moe_plugin.routing.rollouts import check_tokens, choices_of_layers
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
-    """While open, each block with experts takes those that samples were generated with, whatever
-    computes them. See `moe_plugin.routing.rollouts.replay_rollouts`, for arguments and errors.
+    """Let each block with experts use the experts with which the samples were generated.
 
-    A balance loss of the model itself (`output_router_logits`) counts the router's own choices.
+    The choices are replayed for any implementation of the experts. For the arguments and further
+    errors see `moe_plugin.routing.rollouts.replay_rollouts`. A balance loss computed by the model
+    itself (`output_router_logits`) counts the router's own choices.
 
     Raises:
-        ValueError: besides, of a model that replays others already; at the end of a block's pass,
-            a router that chooses in another way; at the end, a block without a pass.
+        ValueError: the model already replays a rollout, a router selects experts in another way
+            (raised at the end of the block's pass), or a block had no pass (raised when the context
+            closes).
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
               if of_transformers(part)]
     for block, _ in blocks:
         if any(isinstance(hook, _Begin) for hook in block._forward_pre_hooks.values()):
-            raise ValueError(f"a {type(block).__name__} replays other routed experts: must replay "
-                             "one rollout at a time; close the replay_rollouts around this one")
+            raise ValueError(f"a {type(block).__name__} already replays a rollout. Close the outer "
+                             "replay_rollouts before you replay another rollout")
     experts = [first_stack(part).shape[0] for _, part in blocks]
     with ExitStack() as stack:
         passed = set[nn.Module]()
@@ -49,9 +51,9 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     for block, _ in blocks:
         if block not in passed:
             raise ValueError(
-                f"a {type(block).__name__} had no pass that could replay: must have one; a model "
-                "that was compiled before does not see it: compile it inside, or call "
-                "torch._dynamo.reset() first")
+                f"a {type(block).__name__} had no forward pass that could be replayed. A model that"
+                " was compiled earlier ignores the replay: compile it inside replay_rollouts, or "
+                "call torch._dynamo.reset() first")
 
 
 def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
@@ -61,7 +63,7 @@ def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
     def end(_: nn.Module, args: Any, output: Any) -> None:
         mode = begin.modes.pop()
         mode.__exit__(None, None, None)
-        if output is not None:  # else an error is on its way
+        if output is not None:  # the output is None if the pass failed with an error
             mode.check(block)
 
     return block.register_forward_pre_hook(begin), block.register_forward_hook(
@@ -69,7 +71,7 @@ def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
 
 
 class _Begin:
-    """Before a pass of a block. modes: of passes that have begun."""
+    """A hook that runs before a pass of a block. modes: the modes of all passes in progress."""
 
     def __init__(self, ids_TK: Tensor, experts: int, passed: set[nn.Module]) -> None:
         self.ids_TK, self.experts, self.passed = ids_TK, experts, passed
@@ -82,7 +84,7 @@ class _Begin:
 
 
 class _TopK(TorchFunctionMode):
-    """Has one `topk` of the scores of all experts choose `ids_TK`."""
+    """A mode in which one `topk` over the scores of all experts returns `ids_TK`."""
 
     def __init__(self, ids_TK: Tensor, experts: int) -> None:
         super().__init__()
@@ -92,28 +94,29 @@ class _TopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        original = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):
-            return found
+            return original
         scores = kwargs["input"] if kwargs and "input" in kwargs else args[0]
-        if scores.shape[-1] != self.experts or found.indices.dim() > 3:
-            return found
-        self.seen = (found.indices[..., 0].numel(), found.indices.shape[-1])
+        if scores.shape[-1] != self.experts or original.indices.dim() > 3:
+            return original
+        self.seen = (original.indices[..., 0].numel(), original.indices.shape[-1])
         if self.seen[1] != self.ids_TK.shape[1]:
-            return found
+            return original
         check_tokens(self.ids_TK, *self.seen)
         self.chosen += 1
-        ids = self.ids_TK.to(scores.device).view(found.indices.shape)
-        ids = torch.where((ids < 0).any(-1, keepdim=True), found.indices, ids)
+        ids = self.ids_TK.to(scores.device).view(original.indices.shape)
+        ids = torch.where((ids < 0).any(-1, keepdim=True), original.indices, ids)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def check(self, block: nn.Module) -> None:
-        """`ValueError` unless one choice of experts was replaced."""
+        """Raise `ValueError` unless exactly one choice of experts was replaced."""
         if self.chosen == 1:
             return
         if not self.chosen and self.seen:
             check_tokens(self.ids_TK, *self.seen)
         raise ValueError(
-            f"{type(block).__name__} called topk of the scores of its {self.experts} experts "
-            f"{self.chosen} times in a pass: must be once, for rollouts to be replayed; put our "
-            "layer in its place with moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
+            f"{type(block).__name__} called topk on the scores of its {self.experts} experts "
+            f"{self.chosen} times in a pass. Rollouts can be replayed only if it is called once. "
+            "Replace the block by our layer with "
+            "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")

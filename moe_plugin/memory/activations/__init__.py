@@ -1,1 +1,1 @@
-"""Activations that wait for backward on the host or on disk, or are computed again."""
+"""Offloading of activations to the host or to disk, and their recomputation in backward."""

@@ -1,11 +1,11 @@
-"""Policies of activations for a given memory, from what the first training steps measured.
+"""Automatic choice of activation policies for a memory limit, from measurements of the first steps.
 
-The first steps measure: one swaps everything (bytes of each block, bandwidth of the tier), the
-others compute everything again (seconds of each block), one that warms up and then as many as it
-takes until two agree. All stay far below a limit that the plan can keep, and all compute the bits
-of any other policy. Then the planner chooses (`moe_plugin.planner.offload.activation_plan`). Now
-and then a step is measured again: one that is much faster says that the machine was busy then, and
-all is measured again.
+One step swaps all blocks and measures the bytes of each block and the bandwidth of the tier. The
+next steps recompute all blocks and measure the seconds of each block: one warm-up step, then steps
+until two of them agree. All these steps stay far below a limit that a plan can meet, and compute
+the same bits as every other policy. Then the planner chooses policies
+(`moe_plugin.planner.offload.activation_plan`). Occasional steps are measured again. If the new time
+is much shorter, the machine was busy before, and everything is measured again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
 logger = logging.getLogger(__name__)
 
 MEASURING = ("swap", "recompute", "recompute")  # policies of all blocks in the first steps
-MEASURING_AGAIN = 3  # steps without all blocks until that is said
-MARGIN = 0.98  # of the memory that a step should have had, when it took more
+MEASURING_AGAIN = 3  # after this many steps in which some blocks did not run, a warning is logged
+MARGIN = 0.98  # after a step above the limit, its memory is planned with this additional factor
 
 
 def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
@@ -58,36 +58,39 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
            smallest: int | str = SMALLEST, names: Sequence[str] | None = None,
            contexts: Sequence[Contexts] = (), comm: Comm | None = None,
            profile: str | Path | None = None) -> Activations:
-    """Let the blocks of a model keep, recompute or swap what their backward passes need.
+    """Make the blocks of a model keep, recompute or swap the tensors for their backward passes.
 
     Args:
-        blocks: modules in the order of forward, each called once a micro-batch.
-        policy: keep, recompute or swap for all blocks, one for each, or auto: chosen for `memory`.
-        memory: bytes that activations of these blocks may take on the device, or a text such as
-            8GiB; for auto.
-        tier: where swapped activations go; None: host memory for a GPU's, files in `folder` for a
-            CPU's.
-        folder: on a disk; None: the folder for temporary files.
-        throttle: bytes/s of the tier at most, for tests; None: as fast as it is.
-        smallest: bytes of a storage that is worth a copy, or a text such as 64KiB.
-        names: of the blocks; None: their numbers.
-        contexts: further pairs of contexts for a recomputed pass, such as a host's own state of
-            random numbers.
-        comm: ranks that have the same blocks and must decide alike; for auto. Collective.
-        profile: file for what auto has measured, read by `moe-plugin plan --memory`.
+        blocks: modules in the order of forward, each called once per micro-batch.
+        policy: keep, recompute or swap for all blocks; a list with one policy for each block; or
+            auto, which chooses policies for `memory`.
+        memory: for auto, bytes that activations of these blocks may use on the device, or a text
+            such as 8GiB.
+        tier: tier for swapped activations. Defaults to host memory for a GPU, and to files in
+            `folder` for a CPU.
+        folder: folder on a disk. Defaults to the folder for temporary files.
+        throttle: maximal bytes/s of the tier, for tests. Defaults to no limit.
+        smallest: size from which a storage is swapped, in bytes or as a text such as 64KiB.
+        names: names of the blocks. Defaults to their numbers.
+        contexts: functions that create additional contexts of a recomputed pass, for example to
+            restore a host's random state.
+        comm: for auto, ranks that have the same blocks and must choose the same policies; all of
+            them call this function.
+        profile: file for the measurements of auto, which `moe-plugin plan --memory` reads.
 
-    Returns: the policies at work. Call its `after_step()` after each training step.
+    Returns: the active policies. Call their `after_step()` after each training step.
     Raises:
-        ValueError: unknown policies, auto without memory, a folder that cannot be made.
+        ValueError: a policy is unknown, auto is used without memory, or a folder cannot be created.
     """
     names = [str(i) for i in range(len(blocks))] if names is None else list(names)
     limit = _size(memory) if isinstance(memory, str) else memory
     if policy == "auto" and not limit:
-        raise ValueError(f"activations=auto with memory={short(memory)}: must be > 0, such as "
-                         "8GiB, for the activations of these blocks on the device")
+        raise ValueError(f"activations=auto does not work with memory={short(memory)}: set the "
+                         "memory on the device for the activations of these blocks, for example "
+                         "8GiB")
     if isinstance(policy, str) and policy not in ("auto", *POLICIES):
-        raise ValueError(f"activations={short(policy)} is unknown; must be auto, "
-                         f"{', '.join(POLICIES)}, or one of these for each block")
+        raise ValueError(f"activations={short(policy)} is unknown; use auto, "
+                         f"{', '.join(POLICIES)}, or a list of policies for the blocks")
     device = next((p.device for block in blocks for p in block.parameters()), torch.device("cpu"))
     if tier is None:
         tier = tier_of(device, folder)
@@ -103,40 +106,42 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise ValueError(f"size for activations: {error}") from error
+        raise ValueError(f"invalid size for activations: {error}") from error
 
 
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
                   refused: Mapping[str, bool] | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
-    """Let a model's layers treat their activations as the settings say; None: all are kept.
+    """Apply the activation settings to a model's layers. Returns None if all activations are kept.
 
     Args:
-        layers: in the order of forward, by name.
+        settings: the settings.
+        layers: layers by name, in the order of forward.
         comm: ranks that have the same layers.
-        places: of these layers among the model's, from 0; None: these are all.
-        total: the model's number of layers, with `places`.
-        refused: settings of the host by name, and whether they are used: they do not fit.
+        places: indices of these layers in the model, from 0. Defaults to all layers of the model.
+        total: the model's number of layers; needed with `places`.
+        refused: settings of the host that cannot be combined with activation policies, and whether
+            they are used.
         contexts: see `manage`.
     Raises:
-        ValueError: settings do not fit each other or the host's.
+        ValueError: settings contradict each other or the host's settings.
     """
     if settings.activations == "keep":
         return None
     refuse_unfit(f"offload.activations={short(settings.activations)}", (
-        (name, not used, "both decide about the same tensors or layers; leave one of them out")
+        (name, not used, "both control the same tensors or layers; remove one of them")
         for name, used in (refused or {}).items()))
     if not layers:
-        raise ValueError(f"offload.activations={short(settings.activations)}: this rank has no "
-                         "transformer layer; use keep, or other pipeline stages")
+        raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
+                         "rank, which has no transformer layer; use keep, or other pipeline stages")
     stashed = [name for name, layer in layers.items()
                if any(isinstance(config := getattr(m, "config", None), MoEConfig)
                       and config.dispatch.stash_mib > 0 for m in layer.modules())]
     if stashed:
         logger.warning(
-            "dispatch.stash_mib is not used in %s and %d more layers where they recompute or swap: "
-            "offload.activations decides what lies where", stashed[0], len(stashed) - 1)
+            "dispatch.stash_mib is ignored in %s and %d more layers if they recompute or swap, "
+            "because offload.activations controls their activations", stashed[0], len(stashed) - 1)
     places = range(len(layers)) if places is None else places
     return manage(list(layers.values()), _policies(settings, places, total or len(layers)),
                   memory=settings.memory,
@@ -145,30 +150,32 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
 
 
 def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str | list[str]:
-    """Those of the layers at `places` of `total`; one text: of all of them."""
+    """Return the policies of the layers at `places`, or a single policy for all layers."""
     names = settings.each_layer()
     if len(names) == 1:
         return settings.activations
     if len(names) != total:
         raise ValueError(
-            f"offload.activations={short(settings.activations)} has {len(names)} names, and the "
-            f"model {total} layers: must be one for all, or one for each in the order of forward")
+            f"offload.activations={short(settings.activations)} has {len(names)} policies, but the "
+            f"model has {total} layers: use one policy for all layers, or one for each layer in "
+            "the order of forward")
     if len(set(places)) < len(places) or max(places) >= total:
         raise ValueError(
-            f"offload.activations={short(settings.activations)} names {total} layers, and the "
-            "model has more, such as those for multi-token prediction: use one name for all, or "
-            "auto")
+            f"offload.activations={short(settings.activations)} has policies for {total} layers, "
+            "but the model has more layers, such as those for multi-token prediction: use one "
+            "policy for all layers, or auto")
     return [names[place] for place in places]
 
 
 class AutoActivations(Activations):
-    """Policies chosen for a limit of memory; see `manage` for the arguments.
+    """Activation policies chosen for a memory limit; for the arguments see `manage`.
 
     Attributes:
-        limit: bytes.
-        profile: what was measured; None: not yet.
-        decision: the planner's; None: not yet, or no plan fits and all swap.
-        planned: whether measuring is over.
+        limit: the limit in bytes.
+        profile: the measurements, or None before they are complete.
+        decision: the planner's decision; None before planning, or if no plan fits and all blocks
+            swap.
+        planned: whether the measurements are over.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], swapper: Swapper,
@@ -186,7 +193,7 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`; after the measuring steps it plans. Collective."""
+        """See `Activations`. After the measuring steps, this plans the policies. Collective."""
         self._steps += 1
         if self.planned:
             if self.decision is not None:
@@ -203,22 +210,23 @@ class AutoActivations(Activations):
             if missing:
                 self._wait_for_blocks()
             elif few:
-                self._steps -= 1  # once more
+                self._steps -= 1  # repeats the step
             else:
                 self._plan_first()  # all ranks have measured all blocks
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """Now and then measures a step, and everything again where the plan's times came from a bad
-        moment; collective after such a step.
+        """Measure a step occasionally; restart all measurements if the old times were too long.
+
+        The call is collective after such a step.
         """
         if self.tell is not no_probe:
             self.tell = no_probe
             steady = self._measured.steady
-            found = self._measured.forward_seconds()
-            if self.comm.agree_max([float(steady.contradicts(found))])[0]:
-                logger.info("activations: a step took much less than those that were measured, so "
-                            "that they are measured again")
+            times = self._measured.forward_seconds()
+            if self.comm.agree_max([float(steady.contradicts(times))])[0]:
+                logger.info("activations: a step took much less time than the measured steps, so "
+                            "the measurements are repeated")
                 self._measure_again()
                 self._checks.changed()
             else:
@@ -230,13 +238,13 @@ class AutoActivations(Activations):
             self.tell = self._measured
 
     def _measure_again(self) -> None:
-        """Measure, from the first step on."""
+        """Restart the measurements from the first step."""
         self._steps, self.planned, self.decision = 0, False, None
         self.tell = self._measured = _Measured(self.swapper.copier.device)
         self.use([MEASURING[0]] * len(self.blocks))
 
     def _wait_for_blocks(self) -> None:
-        """A step in which not all blocks ran is made again."""
+        """Repeat a step in which some blocks did not run."""
         if not self._measured.complete(len(self.blocks)):
             self._measured.steady.steps.pop()
         self._steps -= 1
@@ -244,8 +252,8 @@ class AutoActivations(Activations):
         if self._waited == MEASURING_AGAIN:
             missing = [name for i, name in enumerate(self.names) if i not in self._measured.sizes]
             logger.warning(
-                "activations: nothing is planned, because in %d steps %s; manage blocks that run "
-                "in every step, and in no graph of torch.compile or checkpoint that is larger",
+                "activations: policies are not planned, because in %d steps %s; manage blocks that "
+                "run in every step, outside of larger graphs of torch.compile or checkpoint",
                 self._waited, f"block {missing[0]} and {len(missing) - 1} more did not run"
                 if missing else "another rank has not measured all blocks"
                 if self._measured.complete(len(self.blocks)) else "no block had a backward pass")
@@ -263,25 +271,29 @@ class AutoActivations(Activations):
         except ValueError as error:
             if self._in_flight == 1:
                 raise
-            logger.warning("activations: all blocks swap, because of %d micro-batches in flight "
-                           "each has a share of %s, and %s", self._in_flight,
+            logger.warning("activations: all blocks swap, because each of %d micro-batches in "
+                           "flight has a share of %s, and %s", self._in_flight,
                            show_size(self.limit), error)
             self.use([SWAP] * len(self.blocks))
             self.decision, self.planned = None, True
 
-    def _agreed(self, mine: ModelProfile) -> ModelProfile:
-        """The slowest and largest of all ranks, so that they decide alike."""
+    def _agreed(self, profile: ModelProfile) -> ModelProfile:
+        """Return the slowest and largest values of all ranks, so that they choose the same
+        policies.
+        """
         if self.comm.size == 1:
-            return mine
+            return profile
         keys = ("forward_s", "backward_s", "activation_bytes", "kept_bytes")
-        numbers = [float(getattr(block, key)) for block in mine.blocks for key in keys]
-        *numbers, slowest = self.comm.agree_max([*numbers, -mine.in_bytes_s])
-        blocks = [BlockProfile(name=name, forward_s=one[0], backward_s=one[1],
-                               activation_bytes=int(one[2]), kept_bytes=int(one[3]))
-                  for name, one in zip(self.names, zip(*[iter(numbers)] * len(keys)))]
+        numbers = [float(getattr(block, key)) for block in profile.blocks for key in keys]
+        # negated, because the slowest bandwidth is a minimum and ranks agree on maxima
+        *numbers, slowest = self.comm.agree_max([*numbers, -profile.in_bytes_s])
+        blocks = [BlockProfile(name=name, forward_s=values[0], backward_s=values[1],
+                               activation_bytes=int(values[2]), kept_bytes=int(values[3]))
+                  for name, values in zip(self.names, zip(*[iter(numbers)] * len(keys)))]
         return ModelProfile(blocks=blocks, in_bytes_s=-slowest, out_bytes_s=-slowest, duplex=False)
 
     def _plan(self) -> None:
+        # each micro-batch in flight has its own activations
         limit = int(self.limit * self._margin) // self._in_flight
         self.planned = True
         self.decision = plan_activations(blocks_of(self.profile), limit,
@@ -289,29 +301,29 @@ class AutoActivations(Activations):
         self.use(self.decision.decisions, order_of(self.decision))
         counts = Counter(self.policies)
         logger.info(
-            "activations of %d blocks: %s; predicted %.4g s a micro-batch and %s of %s, for %d "
+            "activations of %d blocks: %s; predicted %.4g s per micro-batch and %s of %s, for %d "
             "micro-batches in flight", len(self.blocks),
             ", ".join(f"{counts[name]} {name}" for name in POLICIES), self.decision.seconds,
             show_size(self._in_flight * self.decision.outcome.peak), show_size(self.limit),
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """A step that took more than the limit is said, and planned again with a margin."""
+        """Log a step that used more than the limit, and plan again with a margin."""
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return
         self._margin *= MARGIN * self.limit / peak
         logger.warning(
-            "activations took %s in a step, above the limit of %s: planned again for %s",
+            "activations used %s in a step, above the limit of %s; planning again for %s",
             show_size(peak), show_size(self.limit), show_size(int(self.limit * self._margin)))
         try:
             self._plan()
         except ValueError as error:
-            logger.warning("no plan takes less: %s", error)
+            logger.warning("no plan needs less memory: %s", error)
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """When a plan's copies start, and what waits for them."""
+    """Return the start times of a plan's copies, and the passes that wait for them."""
     waits = plan.problem.waits(plan.decisions)
     fetches: dict[int, tuple[int, ...]] = {}
     for i in reversed(range(len(plan.decisions))):
@@ -322,7 +334,7 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 class _Measured:
-    """Seconds and bytes of each block, as a `Probe` that it is. `step`: the present one, from 0."""
+    """A `Probe` that measures seconds and bytes of each block. `step`: the current step, from 0."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.step = device, 0
@@ -333,41 +345,43 @@ class _Measured:
             "forward": defaultdict(list), "backward": defaultdict(list)}
 
     def complete(self, blocks: int) -> bool:
-        """Whether all blocks were measured; those that are frozen have no backward pass."""
-        kinds = [kind for kind, _ in self.steady.best()]
+        """Return whether all blocks were measured. Frozen blocks have no backward pass."""
+        kinds = [direction for direction, _ in self.steady.best()]
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
-    def __call__(self, what: str, begins: bool, one: Pass) -> None:
+    def __call__(self, what: str, begins: bool, block_pass: Pass) -> None:
+        # a GPU computes asynchronously, so its work must end before the time is read
         wait_for_device(self.device)
         now = time.perf_counter()
         if begins:
-            self._begun[what, one.number] = now
+            self._begun[what, block_pass.number] = now
             return
-        began = self._begun.pop((what, one.number), None)
-        if what == "forward" and one.saved is not None:
-            known = self.sizes.get(one.index)
-            needed = max(one.saved.moved + one.saved.stayed, one.input_bytes)
+        began = self._begun.pop((what, block_pass.number), None)
+        if what == "forward" and block_pass.saved is not None:
+            known = self.sizes.get(block_pass.index)
+            needed = max(block_pass.saved.moved + block_pass.saved.stayed, block_pass.input_bytes)
             if known is None or needed > known.activations:
-                self.sizes[one.index] = BlockSizes(needed, one.input_bytes)
+                self.sizes[block_pass.index] = BlockSizes(needed, block_pass.input_bytes)
         if began is not None and self.step >= len(MEASURING) - 1:
-            self._seconds[what][one.index].append(now - began)
+            self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """After a step whose times count: of each block the median of its passes."""
+        """End a step whose times count. The time of a block is the median of its passes."""
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()
 
     def begin_check(self) -> None:
-        """Before a step whose times alone are asked for."""
+        """Prepare for a step in which only times are measured."""
         self._seconds = {"forward": defaultdict(list), "backward": defaultdict(list)}
 
     def forward_seconds(self) -> dict[Hashable, float]:
-        """Of each block in the step since `begin_check`."""
+        """Return the forward time of each block in the step since `begin_check`."""
         return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
-        """What the steps measured; backward without the forward pass inside it."""
+        """Return the profile of the measured steps; backward times exclude the recomputed forward.
+        """
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks, best = [], self.steady.best()
         for i, name in enumerate(names):

@@ -1,12 +1,13 @@
-"""Activations of a model's blocks between forward and backward: kept, computed again, or swapped.
+"""Activation policies of a model's blocks between forward and backward: keep, recompute or swap.
 
-Each block has a policy. `keep` leaves everything to autograd. `recompute` keeps the block's input
-and runs the block again in backward, with the same random numbers and the same routing. `swap`
-copies what autograd saves to a slower tier, and back ahead of use. All three compute the same bits.
+`keep` leaves all tensors to autograd. `recompute` stores the block's input and runs the block again
+in backward, with the same random numbers and the same routing. `swap` copies the tensors that
+autograd saves to a slower tier, and back before they are needed. All three policies compute the
+same bits.
 
     activations = manage(model.blocks, ["swap", "recompute", "keep"])
 
-`moe_plugin.memory.activations.auto` makes them, and chooses policies for a given memory.
+`moe_plugin.memory.activations.auto` implements `manage`, and chooses policies for a memory limit.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """When copies start and when compute waits for them; blocks by number.
+    """The schedule of copies: when copies start and when compute waits for them, by block number.
 
     Attributes:
-        waits, backward_waits: before forward or backward of a block, the last block whose copy out
-            must have ended.
-        fetches: when backward reaches a block, blocks whose copies in start then.
+        waits, backward_waits: for the forward or backward pass of a block, the last block whose
+            outgoing copies must be complete before it.
+        fetches: for each block, the blocks that are copied back to the device when its backward
+            pass starts.
     """
 
     waits: Mapping[int, int] = field(default_factory=dict)
@@ -54,31 +56,33 @@ class Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Copies one block out while the next one computes, and one in while a later one does.
+    """Return the order in which one block is copied while the next block of the pass computes.
 
-    So at most the activations of two swapped blocks are on the device.
+    At most the activations of two swapped blocks are on the device.
     """
     swapped = [i for i, policy in enumerate(policies) if policy == "swap"]
-    waits = {j: i for j in range(len(policies)) for i in swapped if i < j - 1}  # the last of them
+    # the last such block remains
+    waits = {j: i for j in range(len(policies)) for i in swapped if i < j - 1}
     fetches = {j: tuple(i for i in swapped if i < j)[-1:] for j in range(len(policies))}
     return Order(waits, fetches=fetches)
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What a block was seen to hold between forward and backward, in bytes.
+    """Measured sizes of a block between forward and backward, in bytes.
 
     Attributes:
-        activations: all storages that backward needs, the input included.
-        inputs: of its inputs with gradients, at the same time.
+        activations: size of all storages that backward needs, including the input.
+        inputs: size of the inputs with gradients in the same pass.
     """
 
     activations: int
     inputs: int
 
 
-# told of each pass: forward or backward, whether that begins (forward: when it is called; backward:
-# when the gradient of the output is there) or ends (backward: that of the input), the pass
+# Called for each pass with: "forward" or "backward"; whether the pass begins (forward: when it is
+# called; backward: when the gradient of the output is available) or ends (backward: when the
+# gradient of the input is available); the pass.
 Probe = Callable[[str, bool, "Pass"], None]
 
 
@@ -86,12 +90,12 @@ class Pass:
     """One forward pass of one block, until its backward pass is done.
 
     Attributes:
-        number: rises with every pass.
-        index: of the block.
-        policy: that it runs under.
-        earlier: the pass before it of the same micro-batch; None: it is the first.
-        input_bytes: of its inputs with gradients.
-        saved: what autograd saved; None: not swapped.
+        number: increases with every pass.
+        index: index of the block.
+        policy: policy of the pass.
+        earlier: the previous pass of the same micro-batch, or None for the first pass.
+        input_bytes: size of the inputs with gradients.
+        saved: tensors that autograd saved, or None if the pass is not swapped.
     """
 
     def __init__(self, owner: Activations, number: int, index: int, policy: str,
@@ -100,46 +104,48 @@ class Pass:
         self.earlier, self.input_bytes = earlier, 0
         self.saved: Saved | None = None
         self.begun = self.ended = False
-        self.hook: Any = None  # of the first input, which may outlive the pass
+        self.hook: Any = None  # hook of the first input, which may outlive the pass
         self._later: ref[Pass] | None = None
         if earlier is not None:
             earlier._later = ref(self)
         self._counted = 0
 
     def of(self, index: int) -> Pass | None:
-        """The same micro-batch's pass of another block; None: it has none."""
-        one: Pass | None = self
-        while one is not None and one.index != index:
-            one = one.earlier
-        return one
+        """Return the same micro-batch's pass of another block, or None if it does not exist."""
+        candidate: Pass | None = self
+        while candidate is not None and candidate.index != index:
+            candidate = candidate.earlier
+        return candidate
 
     def in_flight(self) -> bool:
-        """Whether this pass, or a later one of its micro-batch, has its backward pass before it."""
-        one: Pass | None = self
-        while one is not None and one.ended:
-            one = one._later and one._later()
-        return one is not None
+        """Return whether this pass or a later pass of its micro-batch still needs its backward
+        pass.
+        """
+        candidate: Pass | None = self
+        while candidate is not None and candidate.ended:
+            candidate = candidate._later and candidate._later()
+        return candidate is not None
 
     def count(self, nbytes: int) -> None:
-        """Bytes on the device that this pass now accounts for; its swapped storages count
-        themselves.
+        """Set the bytes on the device of this pass. Swapped storages count their bytes separately.
         """
         self.owner.ledger.add(nbytes - self._counted)
         self._counted = nbytes
 
     def begin_backward(self, _: Tensor) -> None:
-        """Hook of the outputs."""
+        """Start the backward pass; a hook of the outputs."""
         if not self.begun:
             self.begun = True
             later = self._later and self._later()
-            if later and later.begun:  # its own hook comes after this one
+            if later and later.begun:  # the later pass's own hook runs after this one
                 later.end_backward()
-            if self.hook is None:  # no input has a gradient: it ends with the backward pass
+            # without an input with a gradient, the pass ends with the whole backward pass
+            if self.hook is None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self.owner._backward_begins(self)
 
     def end_backward(self, _: Tensor | None = None) -> None:
-        """Hook of the first input."""
+        """End the backward pass; a hook of the first input."""
         if not self.ended:
             self.ended = True
             if self.hook is not None:
@@ -152,22 +158,23 @@ class Pass:
 
 
 class Activations(RunFeature):
-    """The policies of a list of blocks; made by `manage`.
+    """The policies of a list of blocks, created by `manage`.
 
     Args:
         blocks: modules, in the order of forward.
-        names: of them, for messages.
-        policies: one for each.
-        swapper: where activations go.
-        contexts: made for each recomputed pass; see `context_fn` of `torch.utils.checkpoint`.
+        names: names of the blocks, for messages.
+        policies: one policy for each block.
+        swapper: swapper for the activations.
+        contexts: functions that create the contexts of a recomputed pass; see `context_fn` of
+            `torch.utils.checkpoint`.
 
     Attributes:
-        ledger: bytes of activations on the device. Those of blocks that keep or recompute are known
-            once `sizes` are, and scale with the block's input.
-        order: of copies.
-        sizes: by block, as measured.
-        tell: see `Probe`.
-        in_flight: the most micro-batches that were between forward and backward at a time.
+        ledger: bytes of activations on the device. Bytes of blocks that keep or recompute are known
+            after `sizes` are measured, and scale with the block's input.
+        order: schedule of the copies.
+        sizes: measured sizes by block.
+        tell: called for each pass, see `Probe`.
+        in_flight: maximal number of micro-batches that were between forward and backward at a time.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], policies: Sequence[str],
@@ -179,8 +186,9 @@ class Activations(RunFeature):
         self.tell: Probe = no_probe
         self.use(policies)
         self._number, self._latest, self._step_peak = 0, None, 0
-        self._passes_before, self._said = 0, False  # of the steps before; whether it was warned
-        self._live: WeakSet[Pass] = WeakSet()  # of the first block
+        # number of passes before this step; whether the warning below was logged
+        self._passes_before, self._said = 0, False
+        self._live: WeakSet[Pass] = WeakSet()  # passes of the first block
         self.in_flight = 0
         self._forwards = [block.forward for block in self.blocks]
         for index, block in enumerate(self.blocks):
@@ -191,38 +199,38 @@ class Activations(RunFeature):
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
-        """Other policies, from the next forward pass on. order: None: `plain_order`."""
+        """Change the policies from the next forward pass on. order: defaults to `plain_order`."""
         unknown = [policy for policy in policies if policy not in POLICIES]
         if unknown or len(policies) != len(self.blocks):
             raise ValueError(
-                f"{len(policies)} policies of activations for {len(self.blocks)} blocks"
-                + (f", one of them {short(unknown[0])}" if unknown else "")
-                + f": must be one for each block, each of {', '.join(POLICIES)}")
+                f"{len(policies)} policies of activations do not fit {len(self.blocks)} blocks"
+                + (f", and {short(unknown[0])} is not a policy" if unknown else "")
+                + f": use one policy for each block, each of them {', '.join(POLICIES)}")
         self.policies = tuple(policies)
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Call it after each training step, on all ranks: a new peak is counted from here."""
+        """Start counting a new peak. Call this method after each training step on all ranks."""
         self._step_peak = self.ledger.peak
         self.ledger.restart()
         idle = self._number == self._passes_before and set(self.policies) != {"keep"}
         if idle and not self._said:
             self._said = True
             logger.warning(
-                "activations: no block ran under its policy in this step, so all is kept; where "
-                "torch.compile takes blocks into its graphs, compile each one and manage these: "
-                "manage([torch.compile(block) for block in blocks])")
+                "activations: no block ran under its policy in this step, so all activations are "
+                "kept; if torch.compile inlines blocks into its graphs, compile each block and "
+                "manage the results: manage([torch.compile(block) for block in blocks])")
         self._passes_before = self._number
 
     def on_device(self) -> OnDevice:
-        """The ledger's peak in the last step, and the policies now; for reports."""
+        """Return the ledger's peak in the last step and the current policies, for reports."""
         counts = Counter(self.policies)
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
     def release(self) -> None:
-        """Give the blocks their own `forward` back, and the tier its room."""
+        """Restore the blocks' own `forward` and end the copier's thread."""
         for block, forward in zip(self.blocks, self._forwards, strict=True):
-            if getattr(forward, "__self__", None) is block:  # its class's
+            if getattr(forward, "__self__", None) is block:  # the method of its class
                 del block.forward
             else:
                 block.forward = forward
@@ -258,7 +266,7 @@ class Activations(RunFeature):
     def _begin(self, index: int) -> Pass:
         earlier = self._latest
         if earlier is not None and (index <= earlier.index or earlier.begun):
-            earlier = None  # another micro-batch
+            earlier = None  # a new micro-batch begins
         self._number += 1
         self._latest = Pass(self, self._number, index, self.policies[index], earlier)
         if index == 0:
@@ -266,85 +274,86 @@ class Activations(RunFeature):
             self.in_flight = max(self.in_flight, sum(one.in_flight() for one in self._live))
         return self._latest
 
-    def _wait(self, one: Pass, waits: Mapping[int, int]) -> None:
-        before = one.of(waits.get(one.index, -1))
+    def _wait(self, block_pass: Pass, waits: Mapping[int, int]) -> None:
+        before = block_pass.of(waits.get(block_pass.index, -1))
         if before is not None:
             self.swapper.leave(before.number)
 
-    def _keep(self, one: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _keep(self, block_pass: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        one.count(self._activation_bytes(one))
+        block_pass.count(self._activation_bytes(block_pass))
         return output
 
     def _recompute(self, one: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
         one.count(one.input_bytes)
-        # a rank that stops early would leave out collectives that others wait in
+        # with early stop, a rank could skip collectives that other ranks wait in
         with set_checkpoint_early_stop(False):
             return checkpoint(_call, forward, args, kwargs, use_reentrant=False,
                               context_fn=functools.partial(self._contexts, self.blocks[one.index]))
 
-    def _swap(self, one: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _swap(self, block_pass: Pass, forward: Any, args: Any, kwargs: Any) -> Any:
         masks = [x for x in tensors((args, kwargs)) if not x.requires_grad]
-        block = self.blocks[one.index]
-        one.saved = Saved(self.swapper, self.names[one.index], one.number,
-                          itertools.chain(masks, block.parameters(), block.buffers()))
-        with one.saved.hooks():
+        block = self.blocks[block_pass.index]
+        block_pass.saved = Saved(self.swapper, self.names[block_pass.index], block_pass.number,
+                                 itertools.chain(masks, block.parameters(), block.buffers()))
+        with block_pass.saved.hooks():
             output = forward(*args, **kwargs)
-        one.count(one.saved.stayed)
+        block_pass.count(block_pass.saved.stayed)
         return output
 
     def _contexts(self, block: nn.Module) -> tuple[Any, Any]:
         made = [make() for make in self.contexts]
-        return (_all([first for first, _ in made]),
-                _all([unchanged_buffers(block), *(second for _, second in made)]))
+        return (_combined([first for first, _ in made]),
+                _combined([unchanged_buffers(block), *(second for _, second in made)]))
 
-    def _activation_bytes(self, one: Pass) -> int:
-        """As measured for the block, for an input of this size."""
-        sizes = self.sizes.get(one.index)
+    def _activation_bytes(self, block_pass: Pass) -> int:
+        """Return the measured activation bytes of the block, scaled to an input of this size."""
+        sizes = self.sizes.get(block_pass.index)
         if sizes is None:
             return 0
-        return sizes.activations * one.input_bytes // max(1, sizes.inputs)
+        return sizes.activations * block_pass.input_bytes // max(1, sizes.inputs)
 
-    def _backward_begins(self, one: Pass) -> None:
-        self.tell("backward", True, one)
-        self._wait(one, self.order.backward_waits)
-        if one.policy == "recompute":
-            one.count(max(one.input_bytes, self._activation_bytes(one)))
-        wanted = [one, *map(one.of, self.order.fetches.get(one.index, ()))]
+    def _backward_begins(self, block_pass: Pass) -> None:
+        self.tell("backward", True, block_pass)
+        self._wait(block_pass, self.order.backward_waits)
+        if block_pass.policy == "recompute":
+            block_pass.count(max(block_pass.input_bytes, self._activation_bytes(block_pass)))
+        wanted = [block_pass, *map(block_pass.of, self.order.fetches.get(block_pass.index, ()))]
         for other in wanted:
             if other is not None and other.saved is not None:
                 other.saved.fetch()
 
 
-def no_probe(what: str, begins: bool, one: Pass) -> None:
-    """A `Probe` that ignores what it is told."""
+def no_probe(direction: str, begins: bool, block_pass: Pass) -> None:
+    """A `Probe` that does nothing."""
 
 
 def _call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    # all arguments by position: the checkpoint looks there for devices with random numbers
+    # all arguments are positional, because the checkpoint searches them for devices with random
+    # states
     return forward(*args, **kwargs)
 
 
 def _check_blocks(blocks: Sequence[nn.Module]) -> None:
     if len(blocks) < 1 or len({id(block) for block in blocks}) < len(blocks):
-        raise ValueError(f"{len(blocks)} blocks, {len({id(b) for b in blocks})} of them different: "
-                         "must be at least one, and each once; give the modules that run one after "
-                         "another")
+        raise ValueError(f"{len(blocks)} blocks, of which {len({id(b) for b in blocks})} are "
+                         "different: use at least one block, and each block only once, in the "
+                         "order in which they run")
     for number, block in enumerate(blocks):
         run = vars(block).get("forward")
         if isinstance(run, functools.partial) and isinstance(
                 getattr(run.func, "__self__", None), Activations):
-            raise ValueError(f"the activations of block {number} are managed already; release() "
-                             "the first one's, or leave one out")
+            raise ValueError(f"the activations of block {number} are managed already; call "
+                             "release() on the existing manager, or leave the block out")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts and records, in order."""
+    """Yield all tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors(each)
+        for entry in value:
+            yield from tensors(entry)
     elif isinstance(value, Mapping):
         yield from tensors(tuple(value.values()))
     elif dataclasses.is_dataclass(value):
@@ -352,7 +361,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _combined(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -1,9 +1,9 @@
-"""Saved tensors of a block that wait for its backward pass in a slower tier.
+"""Swapping of a block's saved tensors to a slower tier until its backward pass.
 
-torch's saved-tensor hooks hand over what autograd saves. Storages are copied, not tensors: views of
-one storage move once, and come back with the strides and the alignment that they had, so that
-backward computes the same bits. A copy out starts where autograd saves; a copy in starts ahead of
-use, by `fetch`, or where backward asks.
+torch's saved-tensor hooks provide the tensors that autograd saves. Storages are copied, not
+tensors. Views of one storage are moved once and restored with their original strides and alignment,
+so that backward computes the same bits. A copy to the tier starts when autograd saves a tensor. A
+copy back to the device is started by `fetch` ahead of use, or when backward needs the tensor.
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ from moe_plugin.comm.watchdog import abort_job
 from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.memory.tiers import Tier, TierTensor
 
-SMALLEST = 1 << 16  # bytes; what is smaller stays
-LARGEST_STORAGE = 4  # times a view's size; a part of a larger storage stays with it
+SMALLEST = 1 << 16  # in bytes; smaller storages stay on the device
+# a view of a storage larger than this multiple of the view's size stays on the device
+LARGEST_STORAGE = 4
 
 
 class SwapError(RuntimeError):
-    """Activations of a block could not leave or come back; the message names block and reason."""
+    """Activations of a block could not be swapped out or in; the message names block and reason."""
 
 
 class Ledger:
-    """Bytes of activations on the device, now and at most; counted from any thread."""
+    """A thread-safe counter of activation bytes on the device: current value and peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that came, or went where negative."""
+        """Add bytes; a negative number subtracts bytes."""
         with self._lock:
             self.now += nbytes
             self.peak = max(self.peak, self.now)
 
     def restart(self) -> None:
-        """Begin a new peak."""
+        """Reset the peak to the current value."""
         with self._lock:
             self.peak = self.now
 
 
 class SwappedStorage:
-    """One storage that autograd saved, on its path to the tier and back.
+    """A storage that autograd saved, on its way to the tier and back.
 
     Args:
-        swapper: with tier, copier and ledger.
-        block: of the storage, for messages.
-        x: a tensor in it, which must stay as it is until the copy is done.
+        swapper: provides tier, copier and ledger.
+        block: name of the block, for messages.
+        x: a tensor in the storage, which must not change until the copy is done.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
         storage = x.untyped_storage()
         self.swapper, self.block, self.nbytes = swapper, block, storage.nbytes()
         self.key, self.version = StorageWeakRef(storage), x._version
-        self._alias: Tensor | None = x.detach()  # has the same version counter
+        self._alias: Tensor | None = x.detach()  # shares the version counter
         self._source: Tensor | None = x.new_empty(0, dtype=torch.uint8).set_(
             storage, 0, (self.nbytes,))
         self._held: TierTensor | None = None
@@ -73,31 +74,36 @@ class SwappedStorage:
         self._lock = threading.Lock()
         swapper.ledger.add(self.nbytes)
         self._out = swapper.copier.start_call(self._put, self.nbytes)
-        # a job of its own, after what a throttle adds
+        # a separate job, so that it runs after a throttle's delay
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether it is x's storage, with the values that x has now."""
+        """Return whether this object represents the storage and the current values of x."""
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until it has left the device. `SwapError`: the tier did not take it."""
+        """Wait until the storage has left the device. Raises `SwapError` if the tier could not
+        store the bytes.
+        """
         self._wait(self._out, "out to")
         self._left.wait()
 
     def fetch(self) -> None:
-        """Start to copy in, if the storage is not there."""
+        """Start copying the storage back, unless it is still on the device."""
         with self._lock:
             self._wanted = True
-            there = self._source is not None and self._alias._version == self.version
-        if not there and self._in is None:
-            if self.swapper.copier.device.type == "cuda":  # of this stream's memory
+            # after a change in place, only the tier has the values that were saved
+            on_device = self._source is not None and self._alias._version == self.version
+        if not on_device and self._in is None:
+            # allocated here, so that the memory belongs to this stream
+            if self.swapper.copier.device.type == "cuda":
                 self._allocate()
             self._in = self.swapper.copier.start_call(self._read, self.nbytes)
 
     def values(self) -> Tensor:
-        """The storage's bytes, uint8 [nbytes]; the caller waits for them. `SwapError`: they did not
-        leave, or did not come back.
+        """Return the storage's bytes, uint8 [nbytes], after waiting for them.
+
+        Raises: SwapError: the bytes could not be swapped out or in.
         """
         self.fetch()
         if self._in is None:
@@ -110,20 +116,22 @@ class SwappedStorage:
     def _wait(self, ticket: Ticket, where: str) -> None:
         try:
             ticket.wait()
-        except KeyboardInterrupt:  # of the user
+        except KeyboardInterrupt:  # by the user
             raise
         except BaseException as error:
             raise self._error(where, error) from error
 
     def _put(self) -> None:
         held = self.swapper.tier.put(self._source)
+        # changed in place during the copy, which may have mixed old and new values
         if self._alias._version != self.version:
             self.swapper.tier.free(held)
-            raise _changed()
+            raise _modified_error()
         self._held = held
 
     def _leave(self) -> None:
         with self._lock:
+            # backward needs the storage already (it stays on the device), or the copy failed
             if self._wanted or self._held is None:
                 return
             self._source = self._alias = None
@@ -131,7 +139,7 @@ class SwappedStorage:
 
     def _read(self) -> None:
         if self._held is None:
-            raise _changed()
+            raise _modified_error()
         if self._target is None:
             self._allocate()
         self.swapper.tier.read_into(self._held, self._target)
@@ -142,16 +150,18 @@ class SwappedStorage:
         self.swapper.ledger.add(self.nbytes)
 
     def _error(self, where: str, error: BaseException) -> SwapError:
-        # a job keeps its error, whose frames keep the graph that keeps the job
+        # the job keeps its error, and the frames of the traceback would keep the graph that keeps
+        # the job
         error.__traceback__ = None
         swap_error = SwapError(
-            f"activations of block {self.block} ({self.nbytes} bytes) did not get {where} the tier "
-            f"for swapped activations: {type(error).__name__}: {error}")
-        if isinstance(error, OSError):  # others are of the model, and the same on all ranks
+            f"activations of block {self.block} ({self.nbytes} bytes) could not be copied {where} "
+            f"the tier for swapped activations: {type(error).__name__}: {error}")
+        if isinstance(error, OSError):  # other errors come from the model and occur on all ranks
             abort_job(swap_error)
         return swap_error
 
     def __del__(self) -> None:
+        # `vars`, because a failed `__init__` leaves attributes unset
         on_device = [t for t in (vars(self).get("_source"), vars(self).get("_target"))
                      if t is not None]
         if on_device:
@@ -160,10 +170,10 @@ class SwappedStorage:
             self.swapper.tier.free(self._held)
 
 
-def _changed() -> RuntimeError:
+def _modified_error() -> RuntimeError:
     return RuntimeError("a tensor that backward needs was modified by an inplace operation while "
-                        "it was copied; let the block make a new tensor instead, or keep its "
-                        "activations")
+                        "it was being copied; let the block create a new tensor instead, or use "
+                        "the policy keep for the block")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,15 +194,15 @@ class _View:
 
 
 class Swapper:
-    """What the swapped passes of a process share.
+    """The state that all swapped passes of a process share.
 
     Args:
-        tier: where activations wait.
-        copier: its thread moves them; its device is theirs.
-        smallest: bytes of a storage that is worth a copy.
+        tier: tier for the activations.
+        copier: copier that moves the activations in its thread. The activations are on its device.
+        smallest: size in bytes from which a storage is swapped.
 
     Attributes:
-        ledger: bytes on the device of storages that are swapped.
+        ledger: bytes of swapped storages that are on the device.
     """
 
     def __init__(self, tier: Tier, copier: Copier, smallest: int = SMALLEST) -> None:
@@ -201,21 +211,21 @@ class Swapper:
         self._leaving: deque[tuple[int, ref[SwappedStorage]]] = deque()
 
     def leave(self, latest: int) -> None:
-        """Wait for the copies out of all passes up to a number.
+        """Wait for the outgoing copies of all passes up to a number.
 
         Raises: SwapError: see `SwappedStorage.leave`.
         """
         while self._leaving and self._leaving[0][0] <= latest:
             storage = self._leaving.popleft()[1]()
-            if storage is not None:  # else nothing needs it any more
+            if storage is not None:  # otherwise the storage is no longer needed
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Note a copy out that the pass of this number has started; numbers never fall."""
+        """Record an outgoing copy of the pass `number`; numbers never decrease."""
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
-        """After an error: wait for nothing that was on its path out."""
+        """Forget all outgoing copies after an error, so that `leave` does not wait for them."""
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,16 +237,16 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in one forward pass of one block: hooks, and what they saw.
+    """The tensors that autograd saves in one forward pass of one block, captured by hooks.
 
     Args:
-        swapper: where tensors go.
-        block: its name.
-        number: of the pass, for `Swapper.leave`.
-        stays: tensors that are not the block's own: parameters, masks.
+        swapper: swapper that moves the tensors.
+        block: name of the block.
+        number: number of the pass, for `Swapper.leave`.
+        stays: tensors that do not belong to the block's activations: parameters, masks.
 
     Attributes:
-        moved, stayed: bytes of the storages that go, and of those that stay on the device.
+        moved, stayed: bytes of the storages that are swapped, and of those that stay on the device.
     """
 
     def __init__(self, swapper: Swapper, block: str, number: int,
@@ -253,11 +263,11 @@ class Saved:
         return sum(self._kept.values())
 
     def hooks(self) -> Any:
-        """The context in which a forward pass runs."""
+        """Return the context for the forward pass."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        """What autograd keeps instead of a tensor."""
+        """Return the object that autograd stores instead of a tensor."""
         if not swappable(x):
             return x
         storage = x.untyped_storage()
@@ -271,7 +281,7 @@ class Saved:
                      x.stride())
 
     def fetch(self) -> None:
-        """Start to copy in what backward will ask for, the last first."""
+        """Start copying storages back in the order of backward, the last one first."""
         for reference in reversed(self._order):
             storage = reference()
             if storage is not None:
@@ -280,6 +290,8 @@ class Saved:
     def _storage(self, x: Tensor, place: int) -> SwappedStorage:
         reference = self._storages.get(place)
         known = None if reference is None else reference()
+        # an address can be reused after its storage was freed, so a match of addresses is not
+        # enough
         if known is None or not known.holds(x):
             known = SwappedStorage(self.swapper, self.block, x)
             self._storages[place] = ref(known)
@@ -294,7 +306,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def swappable(x: Tensor) -> bool:
-    """Whether a tensor is bytes in a storage, and nothing else."""
+    """Return whether the bytes of its storage represent a tensor completely."""
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
             and not x.is_quantized and not x.is_complex() and not x.is_neg()
             and not x.is_inference() and x.device.type in ("cpu", "cuda") and x.numel() > 0)

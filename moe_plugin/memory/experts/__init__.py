@@ -1,1 +1,1 @@
-"""Experts whose weights lie on the host or on disk; a cache on the device holds a few."""
+"""Experts stored on the host or on disk, with a cache of a few experts on the device."""

@@ -1,4 +1,4 @@
-"""Building the experts of one rank, wherever they lie."""
+"""Creation of the experts of one rank, on the device or in another storage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from moe_plugin.memory.experts.stored import StoredExperts
 
 def build_experts(config: MoEConfig, place: Placement, host: HostContext,
                   factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
-    """The experts of this rank where `experts.store` says.
+    """Build this rank's experts in the storage that is selected by `experts.store`.
 
     Args:
+        config: settings of the layer.
+        place: placement of the experts.
+        host: context of the host.
         factory, where: see `build_device_experts`.
     Raises:
-        ValueError: the settings do not fit each other, or a file of experts.
+        ValueError: the settings contradict each other, or do not match the file of experts.
     """
     if config.experts.store == "device":
         return build_device_experts(config, place, host, factory, **where)

@@ -1,7 +1,7 @@
-"""A device buffer of slots for experts of several layers, and who leaves it when it is full.
+"""A cache of experts in slots on the device, shared by several layers, with eviction policies.
 
-An expert in a slot is pinned while it is in use: it cannot leave. It is given out only when its
-copy is complete.
+An expert in use is pinned and cannot be evicted. An expert is handed out only when its copy is
+complete.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from moe_plugin.memory.copier import Copier, Ticket
 from moe_plugin.planner.units import show_size
 from moe_plugin.utils.registry import Registry
 
-Key = tuple[int, int]  # number of a layer among those of the cache, expert of this rank
+Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """Chooses who leaves; sees every use. Nothing in it depends on time, so runs repeat.
+    """A policy that chooses which expert is evicted. The policy observes every use of an expert.
 
-    A policy has `worth` or `victim` of its own. One that keeps no `last` has `used` and `victim`.
+    Policies do not depend on time, so that runs are reproducible. A subclass overrides `worth` or
+    `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
-        last: of each expert in a slot, the number of its last use.
-        counts: uses of all experts, those before they left included.
+        last: number of the last use of each expert in a slot.
+        counts: number of uses of each expert, including uses before an eviction.
     """
 
     def __init__(self) -> None:
@@ -39,30 +40,34 @@ class CachePolicy:
         self.counts: Counter[Key] = Counter()
 
     def used(self, key: Key) -> None:
-        """An expert is used, or was brought to be used."""
+        """Record that an expert is used, or was loaded to be used."""
         self._uses += 1
         self.last[key] = self._uses
         self.counts[key] += 1
 
     def left(self, key: Key) -> None:
-        """An expert has left."""
-        last = getattr(self, "last", None)  # what keeps none, or its own, counts otherwise
+        """Record that an expert was evicted."""
+        # subclasses may lack `last`, or store something else in it
+        last = getattr(self, "last", None)
         if isinstance(last, dict):
             last.pop(key, None)
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """One of `keys`, at least one, to leave for an expert of `layer` of `layers`."""
+        """Choose one of `keys` (at least one) for eviction, for an expert of `layer` of `layers`.
+        """
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """The expert of least worth leaves; of several, that of the oldest use."""
+        """Return the worth of an expert. The expert of least worth is evicted, and the least
+        recently used one among equals.
+        """
         raise NotImplementedError
 
 
 def _check_policy(name: str, policy: type[CachePolicy]) -> None:
     if policy.worth is CachePolicy.worth and policy.victim is CachePolicy.victim:
-        raise ValueError(f"cache_policy {name!r} does not say who leaves: {policy.__name__} must "
-                         "have `worth` or `victim`")
+        raise ValueError(f"cache_policy {name!r} does not choose which expert is evicted: "
+                         f"{policy.__name__} must override `worth` or `victim`")
 
 
 policies: Registry[type[CachePolicy]] = Registry("cache_policy", base=CachePolicy,
@@ -71,7 +76,7 @@ policies: Registry[type[CachePolicy]] = Registry("cache_policy", base=CachePolic
 
 @policies.register("lru")
 class LeastRecentlyUsed(CachePolicy):
-    """The expert whose last use is longest ago leaves."""
+    """Evict the least recently used expert."""
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
         return 0
@@ -79,9 +84,9 @@ class LeastRecentlyUsed(CachePolicy):
 
 @policies.register("lfu")
 class LeastFrequentlyUsed(CachePolicy):
-    """The expert with the fewest uses of all leaves; of several, that of the oldest use.
+    """Evict the expert with the fewest uses; among equals, the least recently used one.
 
-    Uses before an expert left count, too: an expert that is popular all in all stays.
+    Uses before an eviction count, too, so an expert that is popular overall stays.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -90,9 +95,9 @@ class LeastFrequentlyUsed(CachePolicy):
 
 @policies.register("next-layer")
 class NextLayer(CachePolicy):
-    """An expert of the layer that computes last from now on leaves.
+    """Evict an expert of the layer that computes last, counted from the current layer.
 
-    Layers compute in order, again and again: this layer's own experts are needed last.
+    Layers compute in a repeated order, so the current layer's own experts are needed last.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -101,14 +106,15 @@ class NextLayer(CachePolicy):
 
 @dataclass
 class StoreCounters:
-    """What the cache did for one layer.
+    """Cache statistics of one layer.
 
     Attributes:
-        hits, misses: experts that a call found in a slot, or on their way to one, and others.
-        prefetched: experts that were brought before a call asked for them.
-        wasted: those of them that left without being used.
-        stalls: uses that waited for a copy; a call that computes in parts has several.
-        bytes: that came from the tier.
+        hits, misses: experts of a call that were in a slot (or being copied there), and other
+            experts.
+        prefetched: experts that were loaded before a call requested them.
+        wasted: prefetched experts that were evicted before they were used.
+        stalls: uses that waited for a copy; a call that computes in parts has several uses.
+        bytes: bytes loaded from the tier.
     """
 
     hits: int = 0
@@ -127,15 +133,15 @@ Fetch = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], Ticket]
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What makes layers share a cache: all of it must be equal.
+    """The specification of a cache. Layers with equal specifications share a cache.
 
     Attributes:
         shapes: (name, shape of one expert's part) of each parameter.
-        dtype, device: of the slots.
-        limit: bytes of all slots; 0: twice the most experts that a call of a layer uses.
-        policy: by registered name.
-        throttle: bytes/s of the tier; None: none.
-        rank: of the expert-parallel group.
+        dtype, device: data type and device of the slots.
+        limit: bytes of all slots; 0 for twice the maximal number of experts that a call uses.
+        policy: registered name of the policy.
+        throttle: maximal bytes/s of the tier, or None for no limit.
+        rank: rank in the expert-parallel group.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -152,15 +158,16 @@ class CacheSpec:
 
 
 class ExpertCache:
-    """Slots for experts of the layers of a process. `ValueError`: the limit is below one expert, or
-    the policy is unknown.
+    """Slots for experts of the layers of a process.
+
+    Raises: ValueError: the limit is below the size of one expert, or the policy is unknown.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
         if spec.limit and spec.limit < spec.expert_bytes:
             raise ValueError(
-                f"experts.cache={show_size(spec.limit)} does not hold one expert: must be >= "
-                f"{spec.expert_bytes} bytes, or 0 for twice the most that a call uses")
+                f"experts.cache={show_size(spec.limit)} is too small for one expert: it must be >= "
+                f"{spec.expert_bytes} bytes, or 0 for twice the number of experts that a call uses")
         self.spec, self.copier = spec, Copier(spec.device, spec.throttle)
         self.policy: CachePolicy = policies.get(spec.policy)()
         self.buffers: dict[str, Tensor] = {}
@@ -168,48 +175,53 @@ class ExpertCache:
         self._lock = threading.RLock()
         self._slot: dict[Key, int] = {}
         self._ticket: dict[Key, Ticket] = {}
-        self._early: dict[Key, StoreCounters] = {}  # prefetched and not used yet, of whom
+        # prefetched, not used yet: counters of the layer
+        self._early: dict[Key, StoreCounters] = {}
         self._pins: Counter[Key] = Counter()
         self._free: list[int] = []
 
     def add_layer(self, experts: int) -> int:
-        """A number for one more layer with so many experts; layers compute in order of numbers."""
+        """Add a layer and return its number; layers compute in the order of their numbers."""
         with self._lock:
             self.layers, self.experts = self.layers + 1, self.experts + experts
             return self.layers - 1
 
     def drop_layer(self, layer: int, experts: int) -> None:
-        """A layer is gone."""
+        """Remove a layer."""
         self.forget(layer)
         self.experts -= experts
 
     def room(self, experts: int) -> int:
-        """Of so many experts of a call, how many it can use at a time; at least one. `ValueError`:
-        other calls use all slots.
+        """Return how many of a call's experts can be used at a time, at least one.
+
+        Raises: ValueError: other calls use all slots.
         """
         with self._lock:
             self._grow(max(1, experts))
             room = min(experts, self.slots - len(self._pins))
             if experts and room < 1:
-                raise self._full()
+                raise self._full_error()
             return room
 
     @contextmanager
     def use(self, layer: int, experts: Sequence[int], fetch: Fetch,
             counters: StoreCounters) -> Iterator[list[int]]:
-        """The slots of a layer's experts, whose values are there, and stay there inside.
+        """Yield the slots of a layer's experts, loaded and pinned inside the context.
 
         Args:
-            experts: different ones, at most `room`.
+            layer: number of the layer.
+            experts: distinct experts, at most `room`.
             fetch: starts to fill slots: [(expert, its part of each buffer)].
-            counters: of the layer.
+            counters: counters of the layer.
         """
         keys = [(layer, expert) for expert in experts]
         with self._lock:
-            there = sum(key in self._slot for key in keys)
-            counters.hits, counters.misses = (counters.hits + there,
-                                              counters.misses + len(keys) - there)
+            num_in_slots = sum(key in self._slot for key in keys)
+            counters.hits, counters.misses = (counters.hits + num_in_slots,
+                                              counters.misses + len(keys) - num_in_slots)
             self._grow(max(1, len(keys)))
+            # pinned before they are loaded, so that loading one expert does not evict another of
+            # the call
             self._pins.update(keys)
             try:
                 self._bring(keys, fetch, counters, early=False)
@@ -229,46 +241,49 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], fetch: Fetch,
                  counters: StoreCounters) -> None:
-        """Start to bring experts of which a later call may ask; those for which there is no slot
-        are left out. See `use`.
+        """Start loading experts that a later call may request, if there are slots for them.
+
+        For the arguments see `use`.
         """
         with self._lock:
             self._grow(len(experts))
             self._bring([(layer, expert) for expert in experts], fetch, counters, early=True)
 
     def forget(self, layer: int) -> None:
-        """A layer's experts have changed in their tier; none of them is in use."""
+        """Evict a layer's experts, because their stored values changed. Pinned experts stay."""
         with self._lock:
             for key in [key for key in self._slot if key[0] == layer and not self._pins[key]]:
                 self._leave(key)
 
     def resident(self, layer: int) -> list[int]:
-        """Experts of a layer that are in slots, or on their way."""
+        """Return the experts of a layer that are in slots or being copied there."""
         with self._lock:
             return sorted(expert for of, expert in self._slot if of == layer)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots."""
+        """Size of the slots in bytes."""
         return self.slots * self.spec.expert_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the experts of all layers that are in slots, or on their way."""
+        """Size in bytes of the experts of all layers that are in slots or being copied there."""
         return len(self._slot) * self.spec.expert_bytes
 
     def _bring(self, keys: Sequence[Key], fetch: Fetch, counters: StoreCounters,
                early: bool) -> None:
-        """Start to copy what is not there, in one job."""
+        """Start copying all missing experts in one job."""
         missing: list[Key] = []
         try:
             for key in keys:
                 if key not in self._slot:
+                    # a prefetch must not evict experts of the same prefetch; experts of a call are
+                    # pinned
                     slot = self._take_slot(key[0], keys if early else ())
                     if slot is None and early:
                         break
                     if slot is None:
-                        raise self._full()
+                        raise self._full_error()
                     self._slot[key] = slot
                     missing.append(key)
                 self.policy.used(key)
@@ -288,7 +303,8 @@ class ExpertCache:
             counters.prefetched += len(missing)
 
     def _take_slot(self, layer: int, keep: Collection[Key]) -> int | None:
-        """A slot without an expert; None: what is in them must stay."""
+        """Return an empty slot, after an eviction if necessary; None if no expert can be evicted.
+        """
         if not self._free:
             keys = [key for key in self._slot if not self._pins[key] and key not in keep]
             if not keys:
@@ -297,7 +313,7 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """A copy into the slot that is under way ends before the next one into it begins."""
+        """Evict an expert. A running copy into its slot ends before the next copy begins."""
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
         if early is not None:
@@ -305,23 +321,25 @@ class ExpertCache:
         self._free.append(self._slot.pop(key))
         self.policy.left(key)
 
-    def _full(self) -> ValueError:
+    def _full_error(self) -> ValueError:
         return ValueError(
             f"experts.cache={show_size(self.spec.limit)} has {self.slots} slots of "
-            f"{self.spec.expert_bytes} bytes, all of them in use: must hold one more; raise it")
+            f"{self.spec.expert_bytes} bytes, and all of them are in use, but one more is needed; "
+            "raise experts.cache")
 
     def _unpin(self, keys: Sequence[Key]) -> None:
         self._pins.subtract(keys)
+        # removes entries that are 0
         self._pins += Counter()
 
     def _wait(self, tickets: Sequence[Ticket], counters: StoreCounters) -> None:
-        """Wait for all; raises the first error. What could not be copied has left."""
+        """Wait for all copies and raise the first error. Experts whose copy failed are evicted."""
         counters.stalls += not all(ticket.done for ticket in tickets)
         errors = []
         for ticket in tickets:
             try:
                 ticket.wait()
-            except BaseException as error:  # noqa: BLE001 - of any kind; raised below
+            except BaseException as error:  # noqa: BLE001 - any error, raised below
                 errors.append(error)
                 with self._lock:
                     for key in [key for key, of in self._ticket.items() if of is ticket]:
@@ -330,28 +348,30 @@ class ExpertCache:
             raise errors[0]
 
     def _grow(self, experts: int) -> None:
-        """Make slots for a call of so many experts, where the limit allows more."""
+        """Create more slots for a call of this many experts, if the limit allows."""
         slots = 2 * experts
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes
         slots = min(slots, self.experts)
+        # new buffers would move experts that are in use
         if slots <= self.slots or self._pins:
             return
         for key in list(self._slot):
             self._leave(key)
-        self.buffers = {}  # before the new ones
+        self.buffers = {}  # frees the old buffers before the new ones are allocated
         self.buffers = {name: torch.empty(slots, *shape, dtype=self.spec.dtype,
                                           device=self.spec.device)
                         for name, shape in self.spec.shapes}
         self.slots, self._free = slots, list(range(slots))
 
 
-# Layers of a model know nothing of each other, and share a cache: it lives as long as one of them.
+# Layers of a model do not reference each other but share a cache, which lives as long as one of
+# them.
 _CACHES: weakref.WeakValueDictionary[CacheSpec, ExpertCache] = weakref.WeakValueDictionary()
 
 
 def shared_cache(spec: CacheSpec) -> ExpertCache:
-    """The cache of this process for layers of one kind."""
+    """Return the cache of this process for layers with this specification."""
     cache: Any = _CACHES.get(spec)
     if cache is None:
         cache = _CACHES[spec] = ExpertCache(spec)

@@ -1,4 +1,4 @@
-"""Experts of one layer in a file: a safetensors file as it is, or one of our own without a name."""
+"""Storage of one layer's experts in a file: an existing safetensors file or an unnamed file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from moe_plugin.memory.tiers import TierError, TierTensor, write_values
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import make_folder, write_remedy
 
-Shapes = Mapping[str, tuple[int, ...]]  # by parameter, of one expert's (or shard's) part
+Shapes = Mapping[str, tuple[int, ...]]  # by parameter: shape of one expert's (or shard's) part
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class ExpertFile:
-    """Where the parameters of a layer's experts are in an open file.
+    """The parameters of a layer's experts in an open file.
 
     Attributes:
-        name: for messages.
-        dtype: of the values.
-        writable: whether it is our own.
-        shapes: of one expert, by parameter.
-        local: L.
+        name: name for messages.
+        dtype: data type of the values.
+        writable: whether the file was created by `own_file` and may be changed.
+        shapes: shape of one expert's part of each parameter.
+        local: L, the number of local experts.
     """
 
     def __init__(self, file: Any, name: str, dtype: torch.dtype, shapes: Shapes, local: int,
@@ -41,37 +41,42 @@ class ExpertFile:
         self.shapes, self.local, self._offsets = shapes, local, offsets
 
     def held(self, expert: int) -> dict[str, TierTensor]:
-        """One expert's parameters; see `tiers.read_values`."""
+        """Return the storage of one expert's parameters; see `tiers.read_values`."""
         return {name: TierTensor(shape, self.dtype, file=self._file.fileno(),
                            offset=self._offset(name, expert))
                 for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Write one expert's part of a parameter, in this file's dtype. `TierError`: the disk is
-        full; the experts that were written are there.
+        """Write one expert's part of a parameter, converted to the file's dtype.
+
+        Raises: TierError: the disk is full; experts that were written before are complete.
         """
         try:
             write_values(self._file.fileno(), self._offset(name, expert), x.to(self.dtype))
         except OSError as error:
             raise TierError(
-                error.errno, f"experts do not fit {self.name} ({error.strerror}); "
-                f"{write_remedy(error, self.name)}; experts.store_path names the folder"
+                error.errno, f"experts do not fit into {self.name} ({error.strerror}); "
+                             f"{write_remedy(error, self.name)}; experts.store_path selects the "
+                             "folder"
             ) from error
 
     def mapped(self) -> dict[str, Tensor]:
-        """[L, ...] by parameter of our own file, whose pages are read when they are used; writing
-        to them changes it. It has no name by which anybody could cut it short: that would end a
-        process that uses a page beyond its end.
+        """Map a file created by `own_file`: [L, ...] by parameter.
+
+        Pages are read on first use; writing to the tensors changes the file. If a mapped file were
+        truncated, a process that uses a page beyond its end would be killed. Other processes cannot
+        open and truncate this file, because the file has no name.
 
         Raises:
-            TierError: it is shorter than what was written.
+            TierError: the file is shorter than the data that was written.
         """
         size, ends = os.fstat(self._file.fileno()).st_size, self._offset
         wanted = max((ends(name, self.local) for name in self.shapes), default=0)
         if size < wanted:
-            raise TierError(errno.EIO, f"the file of experts in {self.name} has {size} bytes of "
-                            f"{wanted}: it was cut short; load a checkpoint again")
-        # the file has no name; this one opens it again
+            raise TierError(errno.EIO, f"the file of experts in {self.name} has {size} bytes "
+                                       f"instead of {wanted}: it was truncated; load a checkpoint "
+                                       "again")
+        # the file has no name, so it is opened again through /proc
         storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, size)
         return {name: torch.empty(0, dtype=self.dtype).set_(
             storage, self._offsets[name] // self.dtype.itemsize,
@@ -80,6 +85,7 @@ class ExpertFile:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertFile:
         if not self.writable:
             return self
+        # copies of a layer must not share a file that they write
         made = own_file(self.name, self.dtype, self.shapes, self.local)
         left = os.fstat(self._file.fileno()).st_size
         os.lseek(self._file.fileno(), 0, os.SEEK_SET)
@@ -88,22 +94,24 @@ class ExpertFile:
         return made
 
     def _offset(self, name: str, expert: int) -> int:
-        one = torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
-        return self._offsets[name] + expert * one
+        expert_bytes = torch.Size(self.shapes[name]).numel() * self.dtype.itemsize
+        return self._offsets[name] + expert * expert_bytes
 
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """A file without a name for `local` experts; it goes with the process. `ValueError`: the folder
-    cannot be made or written.
+    """Create an unnamed file for `local` experts. The file disappears with the process.
+
+    Raises: ValueError: the folder cannot be created or written.
     """
     folder, offsets, end = make_folder(Path(folder)), {}, 0
     for name, shape in shapes.items():
         offsets[name], end = end, end + local * torch.Size(shape).numel() * dtype.itemsize
+        # a multiple of every item size, which `mapped` needs
         end += -end % 64
     try:
         file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the layer
-        os.ftruncate(file.fileno(), end)  # no room is taken before it is written
+        os.ftruncate(file.fileno(), end)  # the disk allocates no space before data is written
     except OSError as error:
         raise ValueError(f"experts.store_path={short(str(folder))} cannot be written "
                          f"({error.strerror}); {write_remedy(error, folder)}") from error
@@ -112,28 +120,29 @@ def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
 
 def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
                layer: int | None) -> ExpertFile:
-    """The experts of a layer in a safetensors file, which is never written.
+    """Open the experts of a layer in a safetensors file, which is never written.
 
-    Tensors are called PREFIX and the parameter's name, [E, ...] with all experts of the layer.
-    Where the file has several prefixes, they are layers in their order.
+    Names of tensors are PREFIX and the parameter's name; each tensor [E, ...] has all experts of
+    the layer. If the file has several prefixes, their order is the order of the layers.
 
     Args:
-        shapes: of an expert.
-        place: which of them are this rank's.
+        path: path of the file.
+        shapes: shapes of one expert.
+        place: placement, which selects this rank's experts.
         layer: number of the layer.
     Raises:
-        ValueError: the file is damaged or no safetensors file, lacks this layer, or has other
+        ValueError: the file is damaged or not a safetensors file, lacks this layer, or has other
             shapes.
     """
     where = f"experts.store_path={short(str(path))}"
     if place.shards > 1:
-        raise ValueError(f"{where} has whole experts, {place.shards} ranks share each of them here;"
-                         " use at most as many ranks as experts, or a folder")
+        raise ValueError(f"{where} has whole experts, but {place.shards} ranks share each expert; "
+                         "use at most as many ranks as experts, or a folder")
     try:
         given = SafetensorsFile(path, verify=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{where} is not a whole safetensors file ({short(error)}); give one, or "
-                         "a folder") from error
+        raise ValueError(f"{where} is not a complete safetensors file ({short(error)}); use a "
+                         "safetensors file or a folder") from error
     try:
         prefix, stored = _prefix(given.held, layer, where), dict(given.held)
         use_current_names(stored, prefix)
@@ -142,15 +151,15 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
             held, want = stored.get(prefix + name), (place.experts, *shape)
             found = None if held is None else held.shape
             if held is None or found != want:
-                raise ValueError(f"{where} has {prefix + name!r} of shape {found}, the layer needs "
-                                 f"{want}; give the file of this model")
+                raise ValueError(f"{where} has {prefix + name!r} of shape {found}, but the layer "
+                                 f"needs {want}; use the file of this model")
             dtypes.add(held.dtype)
             one = held.nbytes // place.experts
             offsets[name] = held.offset + place.first_expert * one
         if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
-            raise ValueError(f"{where} has experts of dtypes {sorted(map(str, dtypes))}: must be "
-                             f"one of {', '.join(map(str, _DTYPES))}; write it again in one of "
-                             "them")
+            raise ValueError(f"{where} has experts of dtypes {sorted(map(str, dtypes))}, but all "
+                             "experts must have the same dtype, one of "
+                             f"{', '.join(map(str, _DTYPES))}; convert the file")
         return ExpertFile(given.file, str(path), dtypes.pop(), shapes, place.local, offsets,
                           False)
     except BaseException:
@@ -164,7 +173,8 @@ def _prefix(header: Mapping[str, TierTensor], layer: int | None, where: str) -> 
                                      for part in re.split(r"(\d+)", name)])
     number = 0 if layer is None and len(found) == 1 else layer
     if number is None or number >= len(found):
-        raise ValueError(f"{where} has {len(found)} layers with a 'w_in_LDF', this layer is number "
-                         f"{layer}; give the file of this model, and layers their numbers "
+        raise ValueError(f"{where} has {len(found)} layers with a 'w_in_LDF', but this layer has "
+                         f"number {layer}; use the file of this model, and set the numbers of the "
+                         "layers "
                          "(HostContext.layer_number)")
     return found[number]

@@ -1,4 +1,4 @@
-"""`ExpertStore`: a layer's experts in host memory or in a file, and those that compute in slots."""
+"""`ExpertStore`: a layer's experts in host memory or in a file, computing in slots of a cache."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from moe_plugin.records import RowCounts, RowPlan
 from moe_plugin.utils.machine import to_device
 
 
-# Rows of experts in parts, in another order, or with other counts.
+# Operations on rows of experts: in parts, in another order, or with other counts.
 def counts_of(rows: RowCounts | RowPlan) -> list[int]:
-    """Rows of each expert."""
+    """Return the number of rows of each expert."""
     return (rows.counts if isinstance(rows, RowPlan) else rows).host
 
 
 def parts(rows_RD: Tensor, counts: RowCounts,
            room: int) -> Iterator[tuple[Tensor, RowCounts, list[int]]]:
-    """Rows of at most `room` experts at a time, with counts of all, and which experts they are."""
+    """Yield the rows of at most `room` experts at a time, with counts of all experts and their
+    numbers.
+    """
     active = [expert for expert, n in enumerate(counts.host) if n]
     groups = [active[at:at + room] for at in range(0, len(active), room)]
     lengths = [sum(counts.host[e] for e in group) for group in groups]
@@ -38,13 +40,13 @@ def parts(rows_RD: Tensor, counts: RowCounts,
 
 
 def with_counts(rows: RowCounts | RowPlan, lengths: list[int]) -> RowCounts | RowPlan:
-    """The same rows, of experts that are counted otherwise."""
+    """Return the same rows with other counts per expert."""
     counts = RowCounts(lengths)
     return dataclasses.replace(rows, counts=counts) if isinstance(rows, RowPlan) else counts
 
 
 def order_of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [R]: where the rows of the experts lie, in the order of their slots."""
+    """Return the row order, int64 [R], that sorts the experts' rows by slot."""
     ends = torch.tensor(list(lengths)).cumsum(0).tolist()
     runs = [torch.arange(ends[i] - lengths[i], ends[i])
             for i in sorted(range(len(slots)), key=slots.__getitem__)]
@@ -52,7 +54,7 @@ def order_of(lengths: Sequence[int], slots: Sequence[int], device: torch.device)
 
 
 def reordered(plan: RowPlan, order_R: Tensor, lengths: list[int]) -> RowPlan:
-    """The same rows in another order."""
+    """Return the same rows in another order."""
     place_R = torch.empty_like(order_R)
     place_R[order_R] = torch.arange(order_R.shape[0], device=order_R.device)
     position_TK = plan.position_TK
@@ -62,18 +64,18 @@ def reordered(plan: RowPlan, order_R: Tensor, lengths: list[int]) -> RowPlan:
         position_TK=torch.where(position_TK < 0, position_TK, moved_TK))
 
 
-Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, where its parameters go by name
+Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, and its targets by parameter name
 
 
 class HostWeights:
-    """Parameters in host memory, [L, ...] by name; None: there is none of this name."""
+    """Expert parameters in host memory, [L, ...] by name; None for an absent name."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None],
                  device: torch.device) -> None:
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots."""
+        """Start copying experts into slots."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -83,26 +85,28 @@ class HostWeights:
 
     def _plain(self, name: str) -> nn.Parameter:
         parameter = self.parameters.get(name)
-        if parameter is None:  # a parametrization or an adapter took its place
-            raise ValueError(f"experts' {name} is wrapped by another module: must be a plain "
-                             "parameter where experts.store=host; merge or remove what wraps it, "
-                             "or use experts.store=device")
+        if parameter is None:  # a parametrization or an adapter replaced the parameter
+            raise ValueError(f"experts' {name} is wrapped by another module, but "
+                             "experts.store=host needs plain parameters; merge or remove the "
+                             "wrapper, or use experts.store=device")
         return parameter
 
     @property
     def version(self) -> object:
-        """Differs when values have changed: as autograd counts that, and where they are."""
+        """A value that changes when a parameter changes: the versions and addresses of all
+        parameters.
+        """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 
 
 class FileWeights:
-    """Experts in a file; those that nothing was loaded for are drawn when they are first needed.
+    """Experts in a file; experts without loaded values are initialized on first use.
 
     Args:
-        file: of other programs, or of our own.
-        new_file: makes one of our own, of the layer's dtype unless it is given another.
-        draw: `draw(expert, targets)` fills in its initial values.
+        file: an existing file, or a file created by `own_file`.
+        new_file: creates an unnamed file, of the layer's dtype by default.
+        draw: `draw(expert, targets)` fills in an expert's initial values.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -112,19 +116,20 @@ class FileWeights:
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots."""
-        parts, file, written = list(parts), self.file, self.written  # of now
+        """Start copying experts into slots."""
+        # the current file, even if it is replaced before the copy runs
+        parts, file, written = list(parts), self.file, self.written
         self._read = True
 
         def read() -> None:
             for expert, targets in parts:
-                self._ensure(expert, file, written)
+                self._ensure_written(expert, file, written)
                 held = file.held(expert)
                 for name, target in targets.items():
                     read_values(held[name], target, file.name)
 
-        one = sum(held.nbytes for held in file.held(0).values())
-        return copier.start_call(read, len(parts) * one)
+        expert_bytes = sum(held.nbytes for held in file.held(0).values())
+        return copier.start_call(read, len(parts) * expert_bytes)
 
     @property
     def version(self) -> object:
@@ -133,19 +138,19 @@ class FileWeights:
 
     @property
     def filled(self) -> bool:
-        """Whether every expert has values that were not drawn here."""
+        """Whether every expert has loaded values."""
         return self._fills > 0 or not self.file.writable
 
     @ends_all_ranks(OSError)
     def fill(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
-        """Load all experts, one after another; parameters that are left out are as before.
+        """Load all experts, one at a time; parameters that are not in `read` do not change.
 
         Args:
-            read: by parameter, gives one expert's values.
+            read: functions that return one expert's values, by parameter.
         Raises:
-            TierError: the disk is full. What was there before is still there.
+            TierError: the disk is full. The previous values remain.
         """
-        # what is under way may still write to a file that was asked for
+        # running copies may still write initial values to a file that was read
         unused = self.file.writable and not self.written and not self._read
         file = self.file if unused else self._new_file()
         for expert in range(self.file.local):
@@ -159,8 +164,9 @@ class FileWeights:
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
-        """See `ExpertFile.mapped`; of a file that others can change, a copy in a file of our own.
-        `TierError`: that file was cut short or cannot be read, or the disk is full.
+        """Map the experts, see `ExpertFile.mapped`; a file that others can change is copied first.
+
+        Raises: TierError: the file was truncated or cannot be read, or the disk is full.
         """
         if not self.file.writable:
             copy = self._new_file(self.file.dtype)
@@ -169,7 +175,7 @@ class FileWeights:
                     copy.write(expert, name, x)
             return copy.mapped()
         for expert in range(self.file.local):
-            self._ensure(expert, self.file, self.written)
+            self._ensure_written(expert, self.file, self.written)
         return self.file.mapped()
 
     def _values(self, expert: int) -> dict[str, Tensor]:
@@ -188,7 +194,7 @@ class FileWeights:
         self._draw(expert, made)
         return made
 
-    def _ensure(self, expert: int, file: ExpertFile, written: set[int]) -> None:
+    def _ensure_written(self, expert: int, file: ExpertFile, written: set[int]) -> None:
         if expert not in written:
             for name, x in self._drawn(expert, file.dtype).items():
                 file.write(expert, name, x)
@@ -199,14 +205,14 @@ class ExpertStore:
     """A layer's experts, and the slots of a cache in which they compute.
 
     Args:
-        weights: where experts are.
-        spec: the cache's, shared by all layers with the same one.
+        weights: storage of the experts.
+        spec: specification of the cache, which layers with equal specifications share.
         first: global number of the first expert of this rank.
-        local: L.
+        local: L, the number of local experts.
 
     Attributes:
-        counters: of this layer.
-        cache: its slots.
+        counters: counters of this layer.
+        cache: cache with the slots.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,
@@ -219,23 +225,26 @@ class ExpertStore:
         self.cache: ExpertCache = shared_cache(spec)
         self.number = self.cache.add_layer(self.local)
         self._leaving = weakref.finalize(self, self.cache.drop_layer, self.number, self.local)
+        # when the interpreter exits, the cache needs no update
         self._leaving.atexit = False
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
-        """Compute in another cache from now on: of another dtype or device."""
+        """Use a cache with another specification (dtype or device) from now on."""
         if spec != self.cache.spec:
             self._leaving()
             self._join(spec)
 
     def room(self, experts: int) -> int:
-        """Of so many experts, how many can compute at a time. See `ExpertCache.room`."""
+        """Return how many of `experts` experts can compute at a time. See `ExpertCache.room`."""
         return self.cache.room(experts)
 
     @contextmanager
     def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """The slots of local experts, at most `room`, whose values are there; see `ExpertCache`.
-        `TierError`: they cannot be read, which ends the other ranks, too.
+        """Yield the slots of local experts (at most `room`) with loaded values; see
+        `ExpertCache.use`.
+
+        Raises: TierError: the experts cannot be read; the other ranks end, too.
         """
         self._follow()
         with ends_all_ranks(OSError), self.cache.use(self.number, experts, self._fetch,
@@ -243,11 +252,11 @@ class ExpertStore:
             yield slots
 
     def prefetch(self, ids: Iterable[int]) -> None:
-        """Start to bring experts that this layer may need soon; never waits.
+        """Start loading experts that this layer may need soon, without waiting.
 
         Args:
-            ids: global numbers, each once; those of other ranks are left out, and those for which
-                there is no slot.
+            ids: distinct global numbers. Experts of other ranks and experts for which there is no
+                slot are skipped.
         """
         self._follow()
         mine = [expert - self.first for expert in ids if 0 <= expert - self.first < self.local]
@@ -255,11 +264,11 @@ class ExpertStore:
             self.cache.prefetch(self.number, mine, self._fetch, self.counters)
 
     def forget(self) -> None:
-        """Copy again what is in slots: values have changed."""
+        """Reload experts in slots, because their values have changed."""
         self.cache.forget(self.number)
 
     def resident(self) -> list[int]:
-        """Local experts that are in slots, or on their way."""
+        """Return the local experts that are in slots or being copied there."""
         return self.cache.resident(self.number)
 
     def _follow(self) -> None:

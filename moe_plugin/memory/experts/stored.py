@@ -37,11 +37,12 @@ from moe_plugin.utils.regular_files import check_input
 
 
 class StoredExperts(Experts):
-    """Experts of any feed-forward kind, outside the device but for those that compute.
+    """Feed-forward experts of any kind that are stored outside of the device.
 
-    In host memory they are parameters as those of the kind, which stay there when the layer moves
-    to a device. In a file they are no parameters: `state_dict` gives tensors that are mapped from
-    the file (from a copy, where others can change it), and loading writes expert by expert.
+    Only experts that are computing have a copy on the device. In host memory, the experts are
+    ordinary parameters, which stay there when the layer moves to a device. Experts in a file are
+    not parameters. For them, `state_dict` returns tensors that are mapped from the file (or from a
+    copy, if others can change the file), and loading writes one expert at a time.
 
     Attributes:
         store: see `ExpertStore`.
@@ -59,13 +60,13 @@ class StoredExperts(Experts):
         kind = expert_kinds.get(config.experts.kind)
         self.on_disk = config.experts.store == "disk"
         where = "meta" if self.on_disk or self._probe.is_meta else "cpu"
-        # in a tuple: no part of this module
+        # in a tuple, so that torch does not register it as a submodule
         self._template: tuple[FFNExperts] = (
             kind(config, placement, host=host, dtype=dtype, device=where),)
         named = dict(self.template.named_parameters())
         self.shapes = {name: tuple(value.shape[1:]) for name, value in named.items()}
         for name in (*named, *sorted(set(SHARD_AXIS) - set(named))):
-            self.register_parameter(name, None)  # of a file, too: the state has these names
+            self.register_parameter(name, None)  # also for a file: the state has these names
         for name, value in named.items() if not self.on_disk else ():
             self._adopt(name, value.detach())
         self.store = ExpertStore(self._weights(), self._spec(), placement.first_expert,
@@ -73,7 +74,7 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the kind, which compute with parameters that they are given."""
+        """Experts of the configured kind, which compute with parameters that they receive."""
         return self._template[0]
 
     @property
@@ -82,12 +83,15 @@ class StoredExperts(Experts):
 
     @property
     def anchor(self) -> Tensor:
-        """See `Experts`: an empty tensor on the device, trained where the experts are."""
+        """See `Experts`. An empty tensor on the device, trained if the experts are trained."""
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
     def forward(self, work: ExpertRows) -> Tensor:
-        """See `Experts`. `ValueError`: in training: experts in a file, dropout in experts.
-        `TierError`: experts cannot be read.
+        """See `Experts`.
+
+        Raises:
+            ValueError: the layer trains with experts in a file or with dropout in experts.
+            TierError: experts cannot be read.
         """
         gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
         parameters = tuple(self.parameters())
@@ -98,6 +102,7 @@ class StoredExperts(Experts):
         counts = counts_of(work.rows)
         active = sum(n > 0 for n in counts)
         if isinstance(work.rows, RowPlan) and self.store.room(active) < active:
+            # the cache cannot store all active experts at once, so their rows are computed in parts
             def in_parts(rows_RD: Tensor, counts: RowCounts) -> Tensor:
                 piece = dataclasses.replace(work, x=rows_RD, rows=counts)
                 return Refetched.apply(rows_RD, None, self, piece, *parameters)
@@ -107,8 +112,8 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """The result without gradients; in parts where the cache holds fewer experts than have
-        rows.
+        """Return the result without gradients, in parts if the cache is smaller than the active
+        experts.
         """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
@@ -123,7 +128,7 @@ class StoredExperts(Experts):
     def _run(self, x: Tensor, rows: RowCounts | RowPlan, active: Sequence[int],
              strategy: Strategy | None,
              started: Callable[[], object] | None = None) -> Tensor:
-        """Rows of `active` experts, all that have rows, in the slots where these are."""
+        """Compute the rows of `active` experts (all experts with rows) in their slots."""
         counts, buffers = counts_of(rows), self.store.cache.buffers
         with self.store.use(active) as slots:
             if started is not None:
@@ -144,12 +149,12 @@ class StoredExperts(Experts):
 
     def call(self, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
              strategy: Strategy | None) -> Tensor:
-        """The result with given parameters."""
+        """Compute the result with the given parameters."""
         return self.template(ExpertRows(x, rows, parameters, strategy))
 
     @contextmanager
     def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Copies of experts' parameters on the device, by name, [A, ...]; for gradients."""
+        """Yield copies of experts' parameters on the device, by name, [A, ...], for gradients."""
         with self.store.use(experts) as slots:
             index_A = to_device(slots, self._probe.device)
             yield {name: buffer.index_select(0, index_A)
@@ -160,12 +165,13 @@ class StoredExperts(Experts):
         return True
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """See `Experts`. The host reads which ones, once."""
+        """See `Experts`. The host reads the expert numbers, with a single synchronization."""
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
-        """See `Experts`: the store's counters since the last call, `stalls` as 0 or 1: whether the
-        call waited; and what is in the slots.
+        """See `Experts`. Returns the store's counters since the last call, and the bytes in slots.
+
+        `stalls` is 0 or 1: whether the call waited.
         """
         now = self.store.counters.as_dict()
         before, self._taken = self._taken, now
@@ -174,7 +180,7 @@ class StoredExperts(Experts):
         return {**grown, "resident_bytes": self.store.cache.resident_bytes}
 
     def use_layer(self, number: int | None) -> None:
-        """See `Experts`: the part of a file that has several layers."""
+        """See `Experts`. Selects the layer in a file with several layers."""
         if self._host.numbered_later:
             self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)
             self.store.weights = self._weights()
@@ -224,7 +230,7 @@ class StoredExperts(Experts):
                          self._place.comm.rank)
 
     def _adopt(self, name: str, value: Tensor) -> None:
-        """Make a tensor in host memory the parameter of this name, here and in the template."""
+        """Register a tensor in host memory as the parameter `name`, here and in the template."""
         if self._probe.device.type == "cuda" and not value.is_pinned():
             value = pinned_copy(value, self._probe.device)
         old = self._parameters.get(name)
@@ -257,7 +263,7 @@ class StoredExperts(Experts):
             if self._values_wanted:
                 destination.update((prefix + name, value)
                                    for name, value in self.store.weights.mapped().items())
-                self.store.forget()  # whoever has them may write
+                self.store.forget()  # the receiver of the mapped tensors may write to them
             else:
                 destination.update((prefix + name, torch.empty(
                     self._place.local, *shape, dtype=self.dtype, device="meta"))
@@ -266,9 +272,9 @@ class StoredExperts(Experts):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
                               strict: bool, missing: list[str], unexpected: list[str],
                               errors: list[str]) -> None:
-        """As torch's, but experts in a file are written there one by one.
+        """See torch's method. Experts in a file are written to the file one at a time.
 
-        A value may be any object with `entry.shape` and `read(window)`, too, that is not in memory.
+        A value may also be an object with `entry.shape` and `read(window)` that is not in memory.
         """
         weights = self.store.weights
         if not isinstance(weights, FileWeights):
@@ -294,21 +300,21 @@ class StoredExperts(Experts):
 
 
 def stored_names(model: nn.Module) -> set[str]:
-    """Names in the state of a model of the experts that are in files."""
+    """Return the names in a model's state of the experts that are in files."""
     return {f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
             if isinstance(module, StoredExperts) and module.on_disk for name in module.shapes}
 
 
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's state has tensors of the meta device for experts that are in files."""
-    found = [module for module in model.modules() if isinstance(module, StoredExperts)]
-    for module in found:
+    """A context in which `state_dict` returns meta tensors for experts in files."""
+    modules = [module for module in model.modules() if isinstance(module, StoredExperts)]
+    for module in modules:
         module._values_wanted = False
     try:
         yield
     finally:
-        for module in found:
+        for module in modules:
             module._values_wanted = True
 
 
@@ -320,7 +326,9 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """Experts' rows; in backward their weights are fetched, and the result computed, again."""
+    """The computation of the experts' rows. Backward fetches the weights and computes the rows
+    again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: StoredExperts,
@@ -353,21 +361,21 @@ class Refetched(torch.autograd.Function):
         elif len(active) <= room:
             grad_x, grad_gates = call(x, gates_TK, grad, active=active,
                                       rows=with_counts(rows, [counts[e] for e in active]))
-        else:  # rows, not tokens
+        else:  # parts of the rows, not of the tokens
             both = zip(parts(x, rows, room), parts(grad, rows, room), strict=True)
             grad_x, grad_gates = torch.cat([
                 call(x_RD, None, grad_RD, rows=RowCounts([part.host[e] for e in chosen]),
                      active=chosen)[0]
                 for (x_RD, part, chosen), (grad_RD, _, _) in both]), None
         if experts.training:
-            experts.store.forget()  # an optimizer's step comes next
+            experts.store.forget()  # an optimizer's step follows
         return (grad_x if wanted[0] else None, grad_gates if wanted[1] else None, None, None, *sums)
 
 
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Of x and gates; those of active experts' parameters are put into `sums`."""
+    """Return the gradients of x and gates; store those of active experts' parameters in `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()
@@ -379,8 +387,8 @@ def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
         leaves = [tensors[name].requires_grad_() for name in names if sums]
         y = experts.call(x, rows, experts.template.compute_parameters(
             dict(zip(names, leaves, strict=False)) or tensors), ctx.strategy)
-    found = torch.autograd.grad(y, inputs + leaves, grad, allow_unused=True)
-    for total, part in zip(sums, found[len(inputs):], strict=True):
+    gradients = torch.autograd.grad(y, inputs + leaves, grad, allow_unused=True)
+    for total, part in zip(sums, gradients[len(inputs):], strict=True):
         if total is not None and part is not None:
             total[list(active)] = part.to(total.device, total.dtype)
-    return found[0], found[1] if gates_TK is not None else None
+    return gradients[0], gradients[1] if gates_TK is not None else None

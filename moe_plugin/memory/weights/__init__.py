@@ -1,1 +1,1 @@
-"""Models that are larger than the device: weights stream to it block by block."""
+"""Training of models that are larger than the device, by streaming weights block by block."""

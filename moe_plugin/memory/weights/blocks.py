@@ -1,4 +1,4 @@
-"""One block of a model whose weights live in a slower tier: how they come, go and are stepped."""
+"""One block of a model with streamed weights: loading, unloading and stepping of its weights."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class StreamedBlock:
-    """A block's module, its optimizer, and where its weights are.
+    """A block's module, its optimizer, and the storage of its weights.
 
     Args:
-        number: of the block in its model.
-        module: on the device.
-        make_optimizer: of the parameters that train.
-        tier: where weights, gradients and state are. In host memory the optimizer steps there, and
-            the device has a copy of the weights. From files weights and state come to memory, are
-            stepped there, and are written again. None: all stay on the device.
-        main_weights: the optimizer steps a float32 copy of each parameter of 16 bits, the main
-            weight, which lies with the optimizer's state; the device gets its rounded values.
+        number: index of the block in its model.
+        module: module on the device.
+        make_optimizer: creates the optimizer for the trained parameters.
+        tier: tier for weights, gradients and optimizer state. With host memory, the optimizer runs
+            on the host, and the device has a copy of the weights. With files, weights and state are
+            loaded into memory, stepped, and written back. Without a tier, everything stays on the
+            device.
+        main_weights: the optimizer updates a float32 copy of each 16-bit parameter, the main
+            weight, which is stored with the optimizer's state. The device receives the rounded main
+            weights.
 
     Attributes:
-        layout: of its weights in one buffer.
-        streams: whether its weights come and go.
-        mains: numbers of the parameters that have a main weight.
-        graded: the parameters that have the gradients after backward: those of the module, and for
-            each main weight one of float32.
-        stepped: the parameters that the optimizer has.
-        optimizer: None where nothing trains.
+        layout: layout of the weights in one buffer.
+        streams: whether the weights are streamed.
+        mains: indices of the parameters that have a main weight.
+        graded: the parameters that have the gradients after backward: those of the module, with
+            float32 parameters in place of parameters with a main weight.
+        stepped: the parameters of the optimizer.
+        optimizer: the optimizer, or None if no parameter is trained.
     Raises:
         ValueError: a parameter is not contiguous.
     """
@@ -55,8 +57,8 @@ class StreamedBlock:
         self.params = list(module.parameters())
         for name, p in zip(self.names, self.params, strict=True):
             if not p.is_contiguous():
-                raise ValueError(f"block {number}: parameter {name} is not contiguous and would "
-                                 "come back in another order; make it contiguous()")
+                raise ValueError(f"block {number}: parameter {name} is not contiguous, so its "
+                                 "memory layout would change; make it contiguous() first")
         self.layout = FlatLayout.of(self.params)
         self.trained = [i for i, p in enumerate(self.params) if p.requires_grad]
         self.mains = [i for i in self.trained if main_weights and self.params[i].dtype in HALVES]
@@ -65,10 +67,11 @@ class StreamedBlock:
         values = [self.params[i].detach().float() for i in self.mains]
         self.graded = self.stepped = self._with_mains(
             [absent(x) for x in values] if self.streams else values)
-        self._lower: Sequence[Tensor] = self.params  # which follow the main weights
-        self._flat_N: Tensor | None = None  # of the device, with the attached weights
+        # weights that are rounded from the main weights
+        self._lower: Sequence[Tensor] = self.params
+        self._flat_N: Tensor | None = None  # buffer on the device with the attached weights
         self._coming: Ticket | None = None  # the latest fetch of the weights
-        # gradients that wait for the step: of which parameters, where, and the copy
+        # gradients stored until the step: indices of their parameters, their storage, and the copy
         self._aside: tuple[list[int], list[TierTensor], Ticket] | None = None
         if tier is not None:
             self._leave_device(tier)
@@ -80,12 +83,14 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """The parameters, with one of these values for each of `mains`; hosts' marks stay."""
-        found = list(self.params)
+        """Return the parameters, with new parameters for `mains` that keep the attributes set by
+        hosts.
+        """
+        parameters = list(self.params)
         for i, x in zip(self.mains, values, strict=True):
-            found[i] = nn.Parameter(x)
-            vars(found[i]).update(vars(self.params[i]))
-        return found
+            parameters[i] = nn.Parameter(x)
+            vars(parameters[i]).update(vars(self.params[i]))
+        return parameters
 
     def _leave_device(self, tier: Tier) -> None:
         self._weights = TierBuffer(tier)
@@ -94,6 +99,7 @@ class StreamedBlock:
         self.layout.fill(flat_N, self.params)
         if in_host:
             self._weights.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
+            # the optimizer updates views of the buffer in place, so that one copy moves all weights
             self._lower = self.layout.views(flat_N)
             self.stepped = [nn.Parameter(view.float() if i in self.mains else view, p.requires_grad)
                             for i, (view, p) in enumerate(zip(self._lower, self.params,
@@ -106,8 +112,10 @@ class StreamedBlock:
 
     @property
     def returned_bytes(self) -> int:
-        """Copied in a step besides the weights that come in: gradients, or the new weights and the
-        state, which comes and goes.
+        """Bytes copied in a step in addition to the incoming weights.
+
+        For host memory these are the gradients; for files, the new weights, and the state in both
+        directions.
         """
         if self._state is not None:
             return (self.layout.nbytes if self.trained else 0) + 2 * self._state.nbytes
@@ -116,44 +124,47 @@ class StreamedBlock:
 
     @property
     def main_bytes(self) -> int:
-        """Of the main weights."""
+        """Size of the main weights."""
         return sum(4 * self.params[i].numel() for i in self.mains)
 
     def forget_memory(self) -> None:
-        """Give back what the experts keep between two calls, which are a whole step apart here."""
+        """Free memory that experts retain between two calls, which are a whole step apart here."""
         for module in self.module.modules():
             if isinstance(module, FFNExperts):
                 module.memory.clear()
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to copy the weights into a buffer of the device; of a block that streams."""
+        """Start copying the weights of a streamed block into a buffer on the device."""
         self._coming = self._weights.fetch(copier, flat_N)
         return self._coming
 
     def attach(self, flat_N: Tensor) -> None:
-        """Compute with the weights in this buffer from now on."""
-        self._weights.settle()  # what was read is what was to be written before
+        """Let the module use the weights in this buffer from now on."""
+        self._weights.settle()  # the fetched weights are those whose write is completed here
         self._flat_N = flat_N
         for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
             p.data = view
 
     def detach(self) -> None:
-        """The buffer is given to another block."""
+        """Detach the weights, because another block uses their buffer."""
         self._flat_N = None
         for p in self.params if self.streams else ():
             p.data = absent(p)
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer's state to where it steps, where it is elsewhere."""
+        """Start copying the optimizer state from files to memory."""
         if self._state is not None:
             self._state.fetch(copier, room)
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """Step the optimizer with the gradients and drop them. Returns whether the attached weights
-        are the new ones.
+        """Step the optimizer and drop the gradients.
 
-        scale: changes gradients in place, which `keep_gradients` has put aside; None: they are
-        where backward left them.
+        Args:
+            copier: the copier.
+            room: buffer for optimizer state.
+            scale: changes the gradients in place; requires a previous call of `keep_gradients`. By
+                default, the optimizer uses the gradients of backward unchanged.
+        Returns: whether the attached weights are the updated weights.
         """
         if scale is None and self.stepped is not self.graded:
             self.keep_gradients(copier)
@@ -184,7 +195,7 @@ class StreamedBlock:
             self._lower[i].copy_(self.stepped[i])
 
     def sum_gradients(self) -> None:
-        """Add the gradients of 16 bits that backward has left to those of the main weights."""
+        """Add the 16-bit gradients of a backward pass to the gradients of the main weights."""
         for i in self.mains:
             p, main = self.params[i], self.graded[i]
             if p.grad is not None and main.grad is not None:
@@ -194,7 +205,7 @@ class StreamedBlock:
             p.grad = None
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start to put the gradients into the tier until `step`; `wait_kept` waits for it."""
+        """Start storing the gradients in the tier until `step`; `wait_kept` waits for the copy."""
         owners = [i for i in self.trained if self.graded[i].grad is not None]
         if self.tier is None or not owners:
             return
@@ -203,7 +214,8 @@ class StreamedBlock:
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
-        """Wait until what `keep_gradients` started is done. `TierError`: there is no room."""
+        """Wait for the copy started by `keep_gradients`. Raises `TierError` if there is no space.
+        """
         if self._aside is not None:
             _, _, ticket = self._aside
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory
@@ -217,20 +229,24 @@ class StreamedBlock:
                 self.stepped[i].grad = gradient
 
     def forget_gradients(self) -> None:
-        """After an error: drop all gradients, those that were put aside, too."""
+        """Drop all gradients after an error, including stored gradients."""
         if self._aside is not None:
             _, held, ticket = self._aside
             self._aside = None
             try:
                 ticket.wait()
-            except Exception:  # noqa: BLE001 - the step's own error is raised, for all blocks
-                held = []  # after `TierError` the room is back, after another who has it is unknown
-            for one in held:
-                self.tier.free(one)
+            except Exception:  # noqa: BLE001 - the error of the step is raised
+                # after TierError the space is free already; after other errors its state is unknown
+                held = []
+            for stored in held:
+                self.tier.free(stored)
         drop_gradients([*self.params, *self.graded, *self.stepped])
 
     def read(self) -> list[Tensor]:
-        """The weights now, main ones where there are, in host memory; nothing is in flight."""
+        """Return the current weights in host memory, or main weights where they exist.
+
+        No copy may be in progress.
+        """
         if self._state is None:
             return [p.detach().to("cpu", copy=True) for p in self.stepped]
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
@@ -239,12 +255,12 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights, main ones, too; what is attached is fetched again."""
+        """Replace the weights and main weights; attached weights are fetched again."""
         if self._state is not None:
             for finish in self._stage_files(weights):
                 finish(True)
             return
-        if self._coming is not None:  # a copy to the GPU may still read what is replaced
+        if self._coming is not None:  # a copy to the GPU may still read the old weights
             self._coming.synchronize()
         with torch.no_grad():
             for p, x in zip(self.stepped, weights, strict=True):
@@ -265,24 +281,25 @@ class StreamedBlock:
         return staged
 
     def float_buffers(self) -> list[Tensor]:
-        """The module's buffers of floating-point numbers, which are always on the device."""
+        """Return the module's floating-point buffers, which are always on the device."""
         return [x for x in self.module.buffers() if x.is_floating_point()]
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Those that checkpoints have, of any dtype."""
+        """Return the buffers that checkpoints contain, of any dtype."""
         saved = self.module.state_dict(keep_vars=True)
         return {name: x for name, x in self.module.named_buffers() if name in saved}
 
     def stage(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]
               ) -> Callable[[bool], None]:
-        """Hold new weights and buffers next to the present ones; what is returned takes them
-        (True) or drops them.
+        """Store new weights and buffers next to the current ones.
+
+        Returns: a function that accepts (True) or drops (False) the new values.
         """
         staged = [] if self._state is None else self._stage_files(weights)
 
         def finish(taken: bool) -> None:
-            for each in staged:
-                each(taken)
+            for finish_part in staged:
+                finish_part(taken)
             if taken and self._state is None:
                 self.write(weights)
             if taken:
@@ -293,18 +310,19 @@ class StreamedBlock:
         return finish
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """The optimizer's tensors by parameter and name; nothing is in flight."""
+        """Return the optimizer's state tensors by parameter and name. No copy may be in progress.
+        """
         return state_of(self.optimizer) if self._state is None else self._state.tensors()
 
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
-        """Take such tensors."""
+        """Replace the optimizer's state tensors."""
         if self._state is None:
             set_state(self.optimizer, state)
         else:
             self._state.load(state)
 
     def settle(self) -> None:
-        """Wait for what is being written; raise what went wrong."""
+        """Wait for writes in progress, and raise their errors."""
         if self.streams:
             self._weights.settle()
         if self._state is not None:
@@ -312,6 +330,6 @@ class StreamedBlock:
 
 
 def drop_gradients(params: Sequence[nn.Parameter]) -> None:
-    """Give the gradients' memory back."""
+    """Free the memory of the gradients."""
     for p in params:
         p.grad = None

@@ -1,5 +1,6 @@
-"""Checkpoints of a model whose weights stream: one safetensors file a block, written and read block
-by block.
+"""Checkpoints of models with streamed weights: one safetensors file per block.
+
+Blocks are written and read one at a time.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, make_folder, move_into_place, write_remedy
 
 
-# Segments of a model whose weights stream, planned from what its blocks took.
+# Segments of a model with streamed weights, planned from measurements of its blocks.
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:
-    """The blocks as the planner sees them, one micro-batch each, as the last step took them.
+    """Return the planner's description of the blocks, from measurements of the last step.
 
-    Gradients and optimizer state are of one block at a time and no part of a segment.
+    Gradients and optimizer state are not part of a segment, because they exist for only one block
+    at a time.
 
     Args:
-        trainer: has done a step of this many micro-batches.
+        trainer: trainer that has done a step with `micro_batches` micro-batches.
+        micro_batches: number of micro-batches in the last step.
     Raises:
-        ValueError: it has not, or nothing was copied.
+        ValueError: the trainer has not done a step, or no bytes were copied.
     """
     moved = trainer.copier.counters
     if not trainer.steps or not moved.busy_s or not moved.bytes:
-        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes tell nothing of "
-                         "the blocks: do a step with one block a segment first")
+        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes do not suffice to "
+                         "measure the blocks: do a step with one block per segment first")
     if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches}: must be >= 1, as in the last step")
+        raise ValueError(f"micro_batches={micro_batches} is not valid: it must be >= 1, and equal "
+                         "to the number in the last step")
     bytes_s, layers = moved.bytes / moved.busy_s, []
     for block, took in zip(trainer.blocks, trainer.profile, strict=True):
         loaded = block.layout.nbytes if block.streams else 0
@@ -54,64 +58,70 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
 
 
 def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> StreamPlan:
-    """Cut the model so that its steps are shortest within a limit, and use these segments.
+    """Choose and use the segments with the shortest steps within a memory limit.
 
     Args:
-        limit: bytes of the device for weights, kept inputs, and gradients and state of a block.
-        micro_batches: of a step, as in the last one.
-    Returns: the plan; `hides` says whether all copies hide behind computation.
-    Raises: ValueError: nothing fits, with what is needed; see `measured_layers`.
+        trainer: the trainer.
+        limit: bytes of the device for weights, stored inputs, and gradients and state of one block.
+        micro_batches: number of micro-batches in a step, equal to that of the last step.
+    Returns: the plan; `hides` shows whether all copies are hidden behind computation.
+    Raises: ValueError: no segments fit (the message contains the required memory), or see
+    `measured_layers`.
     """
-    found = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
-                 trainer.bytes_beside_segments)
-    trainer.use_segments(found.counts)
-    return found
+    segment_plan = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
+                        trainer.bytes_beside_segments)
+    trainer.use_segments(segment_plan.counts)
+    return segment_plan
 
 
 class SegmentsOnce:
-    """Cuts a host's model into segments for its limit, once, after its first step.
+    """A callback that plans a host's segments once, after its first step.
 
     Args:
-        trainer: one without a limit keeps its segments.
-        logger: is told of the weights and the cut.
+        trainer: the trainer; without a limit it keeps its segments.
+        logger: logger for the size of the weights and the segments.
     """
 
     def __init__(self, trainer: StreamedTrainer, logger: logging.Logger) -> None:
         self.trainer, self.logger, self._done = trainer, logger, trainer.limit is None
         held = sum(block.layout.nbytes for block in trainer.blocks)
-        logger.info("weights: %.1f MiB in %s, stream in %d parts through %.1f MiB", held / 2**20,
+        logger.info("weights: %.1f MiB in %s, streamed in %d parts through %.1f MiB", held / 2**20,
                     "files" if trainer.device.type == "cpu" else "host memory",
                     len(trainer.blocks), trainer.device_bytes / 2**20)
 
     def __call__(self, micro_batches: int) -> None:
-        """After a step of this many micro-batches. `ValueError`: see `plan_segments`."""
+        """Plan after a step of this many micro-batches. `ValueError`: see `plan_segments`."""
         limit = self.trainer.limit
         if self._done or limit is None:
             return
         self._done, found = True, plan_segments(self.trainer, limit, micro_batches)
         self.logger.info("segments of %s parts, planned for %.1f MiB: copies %s",
                          ", ".join(map(str, found.counts)), limit / 2**20,
-                         "hide" if found.hides else "do not hide behind computation")
+                         "are hidden" if found.hides else "are not hidden behind computation")
 
 
 _STEP, _WEIGHT, _BUFFER, _STATE = "step", "weight.", "buffer.", "state."
 _BESIDE = "beside."
 
-Beside = Mapping[str, Sequence[Tensor]]  # by name, one tensor of each weight's shape
+Beside = Mapping[str, Sequence[Tensor]]  # by name: one tensor of each weight's shape
 
 
 def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
                  beside: Callable[[int], Beside] | None = None, *,
                  finite: bool = False) -> Path:
-    """Write weights, buffers and optimizer state to a folder; one that is there is replaced when
-    the new one is complete.
+    """Write weights, buffers and optimizer state to a folder.
+
+    An existing folder is replaced when the new folder is complete.
 
     Args:
-        beside: by number of a block, what else is saved with it, for `read_beside`.
-        finite: write nothing where a number is not finite.
+        trainer: the trainer.
+        folder: the folder.
+        beside: function of a block's number that returns additional tensors to save; `read_beside`
+            reads them. Optional.
+        finite: raise an error and write nothing if a value is not finite.
     Raises:
-        ValueError: it cannot be written, with the reason.
-        FloatingPointError: see `finite`; it names block and tensor.
+        ValueError: the folder cannot be written; the message contains the reason.
+        FloatingPointError: see `finite`; the message names block and tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)
@@ -122,7 +132,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         make_folder(half)
         for block in trainer.blocks:
             metadata = {_STEP: str(trainer.steps), **_numbers(block)}
-            more = {} if beside is None else _named(block, beside(block.number))
+            more = {} if beside is None else _additional_tensors(block, beside(block.number))
             tensors = _tensors(block)
             if finite:
                 _refuse_not_finite(folder, block, tensors)
@@ -141,13 +151,16 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
 
 
 def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> None:
-    """Take weights, buffers, optimizer state and number of steps of a saved model. All files are
-    checked before anything changes.
+    """Load weights, buffers, optimizer state and number of steps from a folder.
 
-    Raises: ValueError: a file is missing or of another model; it names file, tensor and shapes.
+    All files are checked before anything changes.
+
+    Raises: ValueError: a file is missing or of another model; the message names file, tensor and
+    shapes.
     """
-    folder = _there(Path(folder))
+    folder = _existing_folder(Path(folder))
     for block in trainer.blocks:
+        # a wrong file must be found before the first weight changes
         _check(block, folder / _name(block))
     trainer.settle()
     for block in trainer.blocks:
@@ -166,21 +179,21 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
 
 
 def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[str, list[Tensor]]:
-    """What was saved beside a block's weights, by name; empty: nothing was.
+    """Return the additional tensors that were saved with a block's weights, by name.
 
     Raises: ValueError: the file is missing or of another model.
     """
-    path = _there(Path(folder)) / _name(block)
+    path = _existing_folder(Path(folder)) / _name(block)
     _check(block, path)
     with _open(path) as file:
         names = [name for name in file.held if name.startswith(_BESIDE)]
-        kinds = sorted({name.split(".")[1] for name in names})
-        return {kind: [file.read(f"{_BESIDE}{kind}.{name}") for name in block.names]
-                for kind in kinds}
+        labels = sorted({name.split(".")[1] for name in names})
+        return {label: [file.read(f"{_BESIDE}{label}.{name}") for name in block.names]
+                for label in labels}
 
 
-def _there(folder: Path) -> Path:
-    """The folder, or the one before it, where a save was killed when it replaced that."""
+def _existing_folder(folder: Path) -> Path:
+    """Return the folder, or its predecessor if a save was killed while it replaced the folder."""
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder
 
@@ -189,12 +202,13 @@ def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str,
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
             raise FloatingPointError(
-                f"{short(name)} of block {block.number} is not finite: {folder} is not written; an "
-                "older one stays. Continue from it with a lower learning rate or other data")
+                f"{short(name)} of block {block.number} is not finite, so {folder} is not written; "
+                "an older folder remains. Continue from it with a lower learning rate or other "
+                "data")
 
 
-def _named(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
-    return {f"{_BESIDE}{kind}.{name}": x.contiguous() for kind, tensors in beside.items()
+def _additional_tensors(block: StreamedBlock, beside: Beside) -> dict[str, Tensor]:
+    return {f"{_BESIDE}{label}.{name}": x.contiguous() for label, tensors in beside.items()
             for name, x in zip(block.names, tensors, strict=True)}
 
 
@@ -204,7 +218,7 @@ def _name(block: StreamedBlock) -> str:
 
 def _tensors(block: StreamedBlock) -> dict[str, Tensor]:
     tensors = {_WEIGHT + name: x for name, x in zip(block.names, block.read(), strict=True)}
-    # files hold no two tensors in one storage
+    # safetensors cannot store two tensors that share a storage
     tensors |= {_BUFFER + name: x.detach().cpu().clone()
                 for name, x in block.saved_buffers().items()}
     tensors |= {f"{_STATE}{i}.{name}": x for (i, name), x in block.state_tensors().items()}
@@ -217,7 +231,7 @@ def _key(name: str) -> tuple[int, str]:
 
 
 def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Single numbers of the optimizer's state, as text."""
+    """Return the scalars in the optimizer's state as text."""
     return {f"{_STATE}{i}.{name}": repr(float(x))
             for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 
@@ -234,12 +248,12 @@ def _check(block: StreamedBlock, path: Path) -> None:
     for name, shape in wanted.items():
         if found.get(name) != tuple(shape):
             there = f"has shape {list(found[name])}" if name in found else "is missing"
-            raise ValueError(f"{path}: {short(name)} {there}, block {block.number} needs "
-                             f"{list(shape)}; give a folder that this model was saved to")
+            raise ValueError(f"{path}: {short(name)} {there}, but block {block.number} needs shape "
+                             f"{list(shape)}; use a folder to which this model was saved")
     more = sorted(name for name in set(found) - set(wanted) if not name.startswith(_STATE))
     if more:
-        raise ValueError(f"{path}: {short(more[0])} is not in block {block.number}; give a folder "
-                         "that this model was saved to")
+        raise ValueError(f"{path}: {short(more[0])} is not a tensor of block {block.number}; use a "
+                         "folder to which this model was saved")
 
 
 def _open(path: Path, verify: bool = False) -> SafetensorsFile:
@@ -248,14 +262,15 @@ def _open(path: Path, verify: bool = False) -> SafetensorsFile:
         file.held = with_current_names(file.held)
         return file
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give a folder that a model was saved "
-                         "to") from error
+        raise ValueError(f"{path} cannot be read ({error}); use a folder to which a model was "
+                         "saved") from error
 
 
 def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ValueError("saved weights need safetensors: pip install 'moe-plugin[hf]'"
+        raise ValueError("saving weights needs safetensors; install it with pip install "
+                         "'moe-plugin[hf]'"
                          ) from error
     return safetensors

@@ -1,4 +1,4 @@
-"""The state of a block's optimizer: its tensors, and those that are in files."""
+"""The optimizer state of a block, in memory or in files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_plugin.memory.passes import FlatLayout, absent, aligned_buffer
 from moe_plugin.memory.tiers import DiskTier, TierBuffer
 
 State = Mapping[tuple[int, str], Tensor]  # by number of the parameter and name
-_MAIN = "main weight"  # stored with the optimizer's state: the parameter itself
+_MAIN = "main weight"  # key of a main weight, which is stored with the optimizer's state
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -21,7 +21,8 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
              ) -> dict[tuple[int, str], Tensor]:
-    """Its tensors. numbers: the single numbers, such as counts of steps; else all others."""
+    """Return the scalars of the state (such as step counts) if `numbers` is set, else the tensors.
+    """
     if optimizer is None:
         return {}
     return {(i, name): x for i, p in enumerate(_params(optimizer))
@@ -30,7 +31,7 @@ def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
 
 
 def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
-    """Replace such tensors, see `state_of`."""
+    """Replace state tensors, see `state_of`."""
     if optimizer is not None:
         params = _params(optimizer)
         for (i, name), x in state.items():
@@ -38,24 +39,27 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 
 
 class OptimizerStateBuffer:
-    """Host memory for the optimizer's state of one block at a time; it grows to the largest."""
+    """A host buffer for the optimizer state of one block at a time; its size is the largest state.
+    """
 
     def __init__(self) -> None:
         self._flat_N = aligned_buffer(0, "cpu")
         self._last: Ticket | None = None
 
     def of(self, nbytes: int) -> Tensor:
-        """A buffer [nbytes]; jobs that still use the one before it keep it."""
+        """Return a buffer [nbytes]; running jobs keep the previous buffer alive."""
         if self._flat_N.numel() < nbytes:
             self._flat_N = aligned_buffer(nbytes, "cpu")
         return self._flat_N[:nbytes]
 
     def left(self, ticket: Ticket) -> None:
-        """A job reads the room: the next one that the copier starts may overwrite it."""
+        """Record a job that reads the buffer. Later jobs of the same copier may overwrite the
+        buffer.
+        """
         self._last = ticket
 
     def wait(self) -> None:
-        """Until the caller itself may overwrite the room."""
+        """Wait until the caller may overwrite the buffer."""
         if self._last is not None:
             self._last.wait()
         self._last = None
@@ -66,41 +70,43 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """State that is in memory while its optimizer steps, in a room that blocks share, and with it
-    the parameters whose weights lie nowhere else.
+    """Optimizer state in files, which is loaded into a shared buffer while its optimizer steps.
+
+    The files also contain parameters whose weights are stored nowhere else.
     """
 
     def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer, self._held = optimizer, TierBuffer(tier)
         self._keys, self._layout = list[tuple[int, str]](), FlatLayout.of([])
         self._ticket: Ticket | None = None
-        self._flat_N: Tensor | None = None  # where it is, while it is in memory
-        self._mains: dict[int, nn.Parameter] = {}  # by number
+        self._flat_N: Tensor | None = None  # the buffer of the state, while the state is in memory
+        self._mains: dict[int, nn.Parameter] = {}  # by number of the parameter
 
     def hold_mains(self, values: Mapping[int, Tensor]) -> None:
-        """Hold these parameters, too.
+        """Store these parameters together with the state.
 
-        values: by `id` of the parameter.
+        values: values by `id` of the parameter.
         """
         self._mains = {i: p for i, p in enumerate(_params(self.optimizer)) if id(p) in values}
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
     def mains(self) -> dict[int, Tensor]:
-        """A copy of these parameters by their `id`; nothing is in flight."""
+        """Return a copy of the stored parameters by `id`. No copy may be in progress."""
         held = self._tensors() if self._mains else {}
         return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
 
     def stage_mains(self, values: Mapping[int, Tensor]) -> Callable[[bool], None]:
-        """Hold new values next to the present ones; what is returned takes or drops them."""
+        """Store new values next to the current ones; the returned function accepts or drops them.
+        """
         state = self._tensors() | {(i, _MAIN): values[id(p)] for i, p in self._mains.items()}
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
         self._layout.fill(flat_N, [state[key] for key in sorted(state)])
         return self._held.stage(flat_N)
 
-    def _all(self) -> dict[tuple[int, str], Tensor]:
+    def _current_state(self) -> dict[tuple[int, str], Tensor]:
         return state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
 
-    def _set(self, state: State) -> None:
+    def _replace_state(self, state: State) -> None:
         set_state(self.optimizer, {key: x for key, x in state.items() if key[1] != _MAIN})
         for i, p in self._mains.items():
             p.data = state[i, _MAIN]
@@ -110,30 +116,32 @@ class StateInFiles:
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy it to memory, if it is not on its way."""
+        """Start copying the state to memory, unless a copy is in progress."""
         if self._held.held is not None and self._ticket is None:
             self._flat_N = room.of(self._layout.nbytes)
             self._ticket = self._held.fetch(copier, self._flat_N)
 
     def place(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Give it to the optimizer; the caller waits."""
+        """Load the state into the optimizer and wait for it."""
         self.fetch(copier, room)
         if self._ticket is not None:
             self._ticket.wait()
             self._held.settle()
-            self._set(self._named(self._flat_N))
+            self._replace_state(self._state_in(self._flat_N))
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to write what the optimizer has now, which then has no state in memory."""
-        state = self._all()
+        """Start writing the optimizer's current state, and remove the state from memory."""
+        state = self._current_state()
         if not state:
             return
         tensors = [state[key] for key in sorted(state)]
         layout = FlatLayout.of(tensors)
-        if layout != self._layout or self._flat_N is None:  # the first step, or a new one
+        # in the first step, or if the layout changed
+        if layout != self._layout or self._flat_N is None:
             if self._flat_N is not None:
-                tensors = [x.clone() for x in tensors]  # some lie where they are copied to
+                # some tensors lie in the buffer that is overwritten
+                tensors = [x.clone() for x in tensors]
             self._flat_N = room.of(layout.nbytes)
             room.wait()
         for view, x in zip(layout.views(self._flat_N), tensors, strict=True):
@@ -142,10 +150,10 @@ class StateInFiles:
         self._layout = layout
         room.left(self._held.put_later(copier, self._flat_N))
         self._keys, self._flat_N = sorted(state), None
-        self._set({key: absent(x) for key, x in state.items()})
+        self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """A copy of the state; nothing is in flight."""
+        """Return a copy of the state. No copy may be in progress."""
         return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
@@ -153,10 +161,10 @@ class StateInFiles:
             return {}
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
         self._held.read(flat_N)
-        return self._named(flat_N)
+        return self._state_in(flat_N)
 
     def load(self, state: State) -> None:
-        """Take such tensors; the parameters that it holds stay."""
+        """Replace the state; the stored parameters do not change."""
         if self._mains and self._keys:
             held = self._tensors()
             state = {**state, **{(i, _MAIN): held[i, _MAIN] for i in self._mains}}
@@ -167,11 +175,11 @@ class StateInFiles:
             flat_N = aligned_buffer(self._layout.nbytes, "cpu")
             self._layout.fill(flat_N, tensors)
             self._held.put(flat_N)
-        self._set({key: absent(x) for key, x in state.items()})
+        self._replace_state({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
-        """Wait for what is being written; raise what went wrong."""
+        """Wait for a write in progress, and raise its error if it failed."""
         self._held.settle()
 
-    def _named(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:
+    def _state_in(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:
         return dict(zip(self._keys, self._layout.views(flat_N), strict=True))

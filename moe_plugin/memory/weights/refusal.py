@@ -1,4 +1,4 @@
-"""Where weights cannot stream."""
+"""Checks that refuse streamed weights where they are not supported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _may = ContextVar("weights_may_stream", default=False)
 
 @contextmanager
 def weights_may_stream() -> Iterator[None]:
-    """Inside, a host builds a model whose weights do."""
+    """A context in which a host may build a model with streamed weights."""
     before = _may.set(True)
     try:
         yield
@@ -31,42 +31,45 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """`ValueError` where weights are to stream in a model of a host that runs it as a whole.
+    """Raise `ValueError` for streamed weights in a host that runs a model as a whole.
 
-    host: its name.
+    Args:
+        settings: the offload settings.
+        host: name of the host.
     """
     if settings.weights != "device" and not _may.get():
         raise ValueError(
             f"offload.weights={settings.weights} does not fit {host}, which builds all weights at "
-            "once and runs the whole model for one micro-batch before the next: use device "
+            "once and runs the whole model for each micro-batch: use device "
             "(--weights-on device), offload.activations or experts.store, or train a language "
-            "model by fairseq-train or moe_plugin.hosts.megatron.launch, another one with "
+            "model with fairseq-train or moe_plugin.hosts.megatron.launch, and other models with "
             "moe_plugin.hosts.plain.streamed.streamed_trainer")
 
 
 def check_tier(tier: Tier, device: torch.device) -> None:
-    """`ValueError`: a tier does not fit a device."""
+    """Raise `ValueError` if a tier does not fit a device."""
     if isinstance(tier, DiskTier) and device.type != "cpu":
-        raise ValueError(f"weights on disk do not fit the device {device}: their optimizer steps "
-                         "in host memory, which is the device of a CPU alone; use the host's "
-                         "memory")
+        raise ValueError(f"weights on disk do not fit the device {device}: their optimizer runs in "
+                         "host memory, so they need the device cpu; use the tier for host memory "
+                         "(HostTier)")
     if not isinstance(tier, DiskTier | HostTier):
-        raise ValueError(f"a tier of kind {type(tier).__name__}: must be a HostTier or DiskTier")
+        raise ValueError(f"the tier is a {type(tier).__name__}, but streamed weights need a "
+                         "HostTier or DiskTier")
 
 
 def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    """What reduces the gradients over ranks. `ValueError`: nothing does, and there are several."""
+    """Return the function that reduces gradients; raise `ValueError` if several ranks have none."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if gradients is None and ranks > 1:
         raise ValueError(
-            f"weights that stream through each of {ranks} ranks need `gradients`, which reduces a "
-            "block's gradients over them, e.g. BlockGradients(world) of "
+            f"streaming weights on {ranks} ranks needs `gradients`, a function that reduces a "
+            "block's gradients over the ranks, for example BlockGradients(world) of "
             "moe_plugin.hosts.plain.streamed")
     return gradients or (lambda block: None)
 
 
 def check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module) -> None:
-    """`ValueError`: a block's module has a parameter of one before it."""
+    """Raise `ValueError` if a block's module shares a parameter with an earlier block."""
     owner = {id(p): (block.number, name) for block in blocks
              for name, p in zip(block.names, block.params, strict=True)}
     for name, p in module.named_parameters():
@@ -74,5 +77,5 @@ def check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module
             other, its_name = owner[id(p)]
             raise ValueError(
                 f"blocks {other} and {number} share a parameter ({its_name}, {name}): its gradient "
-                "would be summed in another order, and it would have to be in two segments; give "
-                "each block its own")
+                "would be summed in another order, and it would be needed in two segments; "
+                "use separate parameters in each block")

@@ -1,4 +1,4 @@
-"""Two places on the device in which the segments of a model take turns."""
+"""Two memory areas on the device that the segments of a model use alternately."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from moe_plugin.memory.weights.blocks import StreamedBlock
 
 
 class Slots:
-    """Segment i lies in place i % 2, so that one can be copied in while its neighbour computes.
+    """Two areas on the device; segment i uses area i % 2.
 
-    A segment stays until its place is needed: at the turn from forward to backward, and from one
-    step to the next, two segments need no copy.
+    One segment can be copied in while its neighbor computes. A segment remains until its area is
+    needed. At the turn from forward to backward and from one step to the next, two segments need no
+    copy.
 
     Args:
-        segments: their blocks.
-        device: that computes.
-        copier: brings weights.
+        segments: the blocks of each segment.
+        device: device that computes.
+        copier: copier for the weights.
 
     Attributes:
-        nbytes: of both places.
+        nbytes: size of both areas.
     """
 
     def __init__(self, segments: Sequence[Sequence[StreamedBlock]], device: torch.device,
@@ -34,7 +35,8 @@ class Slots:
         self.nbytes = sum(sizes)
         self._buffers = [aligned_buffer(size, device) for size in sizes]
         self._holds: list[int | None] = [None, None]
-        self._tickets: dict[int, Ticket | None] = {}  # of blocks in a place or on their way there
+        # blocks whose weights are in an area, or are being copied there
+        self._tickets: dict[int, Ticket | None] = {}
         self._attached: set[int] = set()
         self._parts = {}
         for index, segment in enumerate(self.segments):
@@ -47,28 +49,31 @@ class Slots:
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
                before: Callable[[StreamedBlock],
                                 object] = lambda block: None) -> Iterator[StreamedBlock]:
-        """The blocks of these segments in turn, each with its weights attached.
+        """Yield the blocks of these segments, each with its weights attached.
 
         Args:
-            order: numbers of segments.
-            backward: blocks of a segment from the last to the first.
-            overlap: while a segment's blocks are used, the next one's weights are copied.
+            order: numbers of the segments.
+            backward: yield the blocks of a segment from the last to the first.
+            overlap: copy the next segment's weights while a segment's blocks are used.
             before: called for each block before more copies start.
         """
         for position, index in enumerate(order):
             self._claim(index)
-            here = self.segments[index][::-1] if backward else self.segments[index]
+            current_blocks = self.segments[index][::-1] if backward else self.segments[index]
             coming: list[StreamedBlock] = []
             if overlap and position + 1 < len(order):
                 self._claim(order[position + 1])
                 coming = self.segments[order[position + 1]]
                 coming = [b for b in (coming[::-1] if backward else coming)
                           if b.number not in self._tickets]
-            for number, block in enumerate(here):
+            for number, block in enumerate(current_blocks):
                 self._fetch(block)
                 before(block)
-                share = slice(len(coming) * number // len(here),
-                              len(coming) * (number + 1) // len(here))
+                # The copier works in order. The next segment's copies are spread over this
+                # segment's blocks, so that copies which `before` starts do not wait behind all of
+                # them.
+                share = slice(len(coming) * number // len(current_blocks),
+                              len(coming) * (number + 1) // len(current_blocks))
                 for other in coming[share]:
                     self._fetch(other)
                 self._attach(block)
@@ -85,6 +90,8 @@ class Slots:
         self._holds[place] = index
 
     def _forget(self, block: StreamedBlock) -> None:
+        # an unused copy that is still in progress writes into the area, so it must end before the
+        # next copy into the area starts
         ticket = self._tickets.pop(block.number, None)
         if block.number in self._attached:
             self._attached.remove(block.number)
@@ -111,15 +118,17 @@ class Slots:
         return self._buffers[index % 2][begin:end]
 
     def stale(self, block: StreamedBlock) -> None:
-        """What is attached of this block is old: it is fetched again, at once where the next step
-        begins with it.
+        """Mark the attached weights of a block as outdated, so that they are fetched again.
+
+        The fetch starts at once if the next step begins with this block.
         """
         self._forget(block)
+        # the next step starts with segments 0 and 1
         if self._parts[block.number][0] < 2:
             self._fetch(block)
 
     def clear(self) -> None:
-        """Leave both places empty."""
+        """Empty both areas."""
         for segment in self.segments:
             for block in segment:
                 self._forget(block)
@@ -127,6 +136,6 @@ class Slots:
 
 
 def place_sizes(segments: Sequence[Sequence[StreamedBlock]]) -> list[int]:
-    """Bytes of the two places that these segments need."""
+    """Return the sizes in bytes of the two areas for these segments."""
     bytes_ = [sum(b.layout.nbytes for b in segment if b.streams) for segment in segments]
     return [max(bytes_[place::2], default=0) for place in (0, 1)]

@@ -1,9 +1,9 @@
-"""A model larger than its device: blocks of weights stream through it, segment by segment.
+"""Training of a model larger than its device: weights stream through the device in segments.
 
-A step goes through the segments forward, then backward. While one segment computes all accumulated
-micro-batches, the next one's weights are copied in. Only the inputs of blocks are kept; backward
-computes each block again, with the same routing and the same random numbers, and steps its
-optimizer at once. Source: ATOM (systems of decentralised training of whole models on peers).
+A step runs the segments forward, then backward. While one segment computes all accumulated
+micro-batches, the next segment's weights are copied in. Only the inputs of blocks are stored.
+Backward computes each block again, with the same routing and random numbers, and steps its
+optimizer at once. Source: ATOM (decentralized training systems where each peer has a whole model).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed.
+    """The result of a step.
 
     Attributes:
-        losses: of each micro-batch, scalars, detached.
+        losses: detached scalar losses of the micro-batches.
         balance: the sum of the blocks' own losses for each micro-batch, in the blocks' order.
-        norm: of all gradients before clipping; None: they were not clipped.
+        norm: norm of all gradients before clipping, or None without clipping.
     """
 
     losses: tuple[Tensor, ...]
@@ -49,31 +49,31 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """Clips gradients that are not in memory together, e.g. `moe_plugin.training.gradients.sync`'s
-    `PartedClip(1.0)`.
+    """An interface for clipping gradients that are not in memory together, such as
+    `PartedClip(1.0)` of `moe_plugin.training.gradients.sync`.
     """
 
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the gradients of a block; place: its number."""
+        """Add the gradients of a block to the norm; place: number of the block."""
 
     def norm(self) -> Tensor:
-        """The norm of all that was taken since the last call."""
+        """Return the norm of all gradients added since the last call."""
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale some of the gradients in place, as their norm says."""
+        """Scale some of the gradients in place, according to their total norm."""
 
     def forget(self) -> None:
-        """Drop what was taken, of a step that failed."""
+        """Discard the gradients added in a failed step."""
 
 
 @dataclass
 class BlockMeasurement:
-    """What one block took, in the last step.
+    """Measurements of one block in the last step. On a GPU, times are launch times.
 
     Attributes:
-        input_bytes: kept of one micro-batch for backward.
-        forward_s, backward_s: of all micro-batches; backward with the recomputation.
-        step_s: of its optimizer, with waiting for its state. On a GPU times are those of launches.
+        input_bytes: bytes stored for the backward pass of one micro-batch.
+        forward_s, backward_s: seconds for all micro-batches; backward includes recomputation.
+        step_s: seconds for the optimizer, including the wait for its state.
     """
 
     input_bytes: int = 0
@@ -83,49 +83,48 @@ class BlockMeasurement:
 
 
 class StreamedTrainer:
-    """Trains a sequence of blocks whose weights stream through one device.
+    """A trainer for a sequence of blocks whose weights stream through one device.
 
-    Gradients, losses and weights equal those of a loop over the same micro-batches with all
-    weights on the device, bit for bit, where the device's kernels repeat their results.
+    Gradients, losses and weights are bitwise equal to those of a loop over the same micro-batches
+    with all weights on the device, if the device's kernels are deterministic.
 
     Args:
-        blocks: modules, or functions that make them one after another, so that the whole model
-            never lies in memory. Each takes the tensor that the one before it returned and returns
-            a tensor, or (tensor, loss) with a scalar loss that is added to the model's.
-        loss: `loss(output, target)`, a scalar whose gradient is accumulated; divide by the number
-            of micro-batches there, where their mean is wanted.
-        optimizer: makes one for a block's parameters, e.g. `partial(torch.optim.AdamW, lr=1e-3,
-            fused=True)`; one that treats each parameter by itself.
-        tier: where the weights are. `HostTier`: in host memory, where the optimizer steps;
-            `DiskTier`: in files, for a device that is the CPU.
-        device: that computes.
-        segments: numbers of blocks that are on the device together; None: one block each.
-        resident: numbers of blocks that always stay on the device.
+        blocks: modules, or functions that create modules one at a time, so that the whole model is
+            never in memory. Each module accepts the previous module's output tensor. A module
+            returns a tensor, or (tensor, loss) with a scalar loss to add to the model's.
+        loss: `loss(output, target)`, a scalar whose gradient is accumulated. To train on the mean
+            over micro-batches, divide by their number in this function.
+        optimizer: creates an optimizer for a block's parameters, such as
+            `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Parameters must not affect each
+            other.
+        tier: storage of the weights: `HostTier` for host memory, where the optimizer runs, or
+            `DiskTier` for files, if the device is the CPU.
+        device: device that computes.
+        segments: number of blocks in each segment. Defaults to one block per segment.
+        resident: indices of blocks that always stay on the device.
         limit: bytes of the device for weights and, on a CPU, gradients and state of a block.
-        throttle: bytes/s of the tier, at most, for tests and benchmarks.
-        overlap: copy the next segment while one computes; False only to show what that brings.
-        seed: of the random numbers of a block in a micro-batch of a step (`randomness`).
-        gradients: called with each block's module after its backward pass, to reduce gradients
-            over ranks, the same on all of them, e.g. `BlockGradients(world)` of
-            `moe_plugin.hosts.plain.streamed`.
-        clip: of the gradients by the norm of all of them; they wait in the tier until it is known,
-            so that nothing is stepped inside backward. None: no clipping.
-        skip_not_finite: with `clip`, a step whose norm is not finite changes no weight and no
-            state of an optimizer.
-        main_weights: see `StreamedBlock`. `clip` then gets float32 gradients, but `gradients` sees
-            those of 16 bits alone.
-        float32_sums: with main weights, gradients of micro-batches are summed in float32, not in
-            the 16 bits of their parameter.
+        throttle: maximal bytes/s of the tier, for tests and benchmarks.
+        overlap: copy the next segment while a segment computes. Use False only for comparisons.
+        seed: seed of the random numbers of a block, micro-batch and step (`randomness`).
+        gradients: called with each block's module after its backward pass, to reduce gradients over
+            ranks, such as `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
+        clip: clips gradients by the norm of all gradients. Gradients are stored in the tier until
+            the norm is known, so no optimizer steps during backward. Optional.
+        skip_not_finite: with `clip`, a step whose norm is not finite changes neither weights nor
+            optimizer state.
+        main_weights: see `StreamedBlock`. `clip` then receives float32 gradients, but `gradients`
+            sees only 16-bit gradients.
+        float32_sums: with main weights, sum gradients of micro-batches in float32.
     Raises:
         ValueError: tier and device, segments or limit do not fit; two blocks share a parameter.
-        TierError: the tier has no room.
+        TierError: the tier has no space.
 
     Attributes:
-        blocks: with module and optimizer of each.
-        profile: what each took in the last step.
-        copier: with counters of copies, bytes and stalls.
-        steps: steps done.
-        micro_batch: number of the one whose turn it is.
+        blocks: the blocks, each with module and optimizer.
+        profile: measurements of each block in the last step.
+        copier: the copier, with counters of copies, bytes and stalls.
+        steps: number of completed steps.
+        micro_batch: index of the current micro-batch.
     """
 
     def __init__(self, blocks: Sequence[nn.Module | Callable[[], nn.Module]], loss: Loss,
@@ -138,10 +137,10 @@ class StreamedTrainer:
         self.device, self.tier, self.limit = torch.device(device), tier, limit
         check_tier(tier, self.device)
         if not blocks:
-            raise ValueError("a model of 0 blocks: give at least 1")
+            raise ValueError("the model has 0 blocks; use at least 1 block")
         if skip_not_finite and clip is None:
-            raise ValueError("skip_not_finite=True without clip, whose norm says what is finite: "
-                             "give one")
+            raise ValueError("skip_not_finite=True needs clip, because the norm of clip shows "
+                             "whether a step is finite; set clip")
         self.copier = Copier(self.device, throttle)
         self.overlap, self.seed, self.steps, self.micro_batch = overlap, seed, 0, 0
         self.gradients, self.clip = reduction(gradients), clip
@@ -161,12 +160,12 @@ class StreamedTrainer:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Numbers of blocks of the segments."""
+        """Number of blocks in each segment."""
         return tuple(len(segment) for segment in self._slots.segments)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all blocks' optimizers: a schedule sets `lr` there."""
+        """Parameter groups of all blocks' optimizers; a schedule sets `lr` in them."""
         return [group for block in self.blocks if block.optimizer is not None
                 for group in block.optimizer.param_groups]
 
@@ -176,14 +175,15 @@ class StreamedTrainer:
         return self._slots.nbytes + self.bytes_beside_segments
 
     def on_device(self) -> OnDevice:
-        """For reports."""
+        """Return the memory on the device, for reports."""
         return OnDevice(self.device_bytes)
 
     def use_segments(self, segments: Sequence[int]) -> None:
-        """Cut the model again, between two steps; arguments and errors as of the class."""
+        """Cut the model into new segments between two steps; for errors see the class."""
         if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
-            raise ValueError(f"segments of {list(segments)} blocks: must be >= 1 each and sum up "
-                             f"to the model's {len(self.blocks)}")
+            raise ValueError(f"segments of {list(segments)} blocks are not valid: each must have "
+                             f">= 1 blocks, and their sum must be the model's {len(self.blocks)} "
+                             "blocks")
         ends = [0]
         for count in segments:
             ends.append(ends[-1] + count)
@@ -192,8 +192,8 @@ class StreamedTrainer:
         if self.limit is not None and needed > self.limit:
             raise ValueError(
                 f"limit={self.limit} bytes is smaller than two segments of {list(segments)} blocks "
-                f"with gradients and state of one block, {needed} bytes; cut the model into more "
-                "segments or smaller blocks, or raise the limit")
+                f"with gradients and state of one block, {needed} bytes; use more segments or "
+                "smaller blocks, or raise the limit")
         self.settle()
         if self._slots is not None:
             self._slots.clear()
@@ -201,22 +201,23 @@ class StreamedTrainer:
 
     @property
     def bytes_beside_segments(self) -> int:
-        """Of `device_bytes`, what no segment holds."""
+        """The part of `device_bytes` outside of segments."""
         resident = sum(b.layout.nbytes + b.main_bytes for b in self.blocks if not b.streams)
-        # gradients, and those of the block before while they are put aside
+        # gradients of a block, and with clipping those of the previous block while they are being
+        # stored
         largest = max(b.layout.nbytes + b.main_bytes // 2 for b in self.blocks) * (
             1 if self.clip is None else 2)
-        if self.clip is not None:  # theirs stay until the step
+        if self.clip is not None:  # gradients of resident blocks remain until the step
             largest += resident
         return resident + largest + (self._room.nbytes if isinstance(self.tier, DiskTier) else 0)
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Train on micro-batches (input of the first block, target) and step the optimizer.
+        """Train on micro-batches (input of the first block, target) and step the optimizers.
 
         Raises:
-            ValueError: there is no micro-batch, or a block returns something else than it may.
-            TierError: a copy failed; weights are held as they were before it, and the other ranks
-                end, too.
+            ValueError: there are no micro-batches, or a block returns an invalid value.
+            TierError: a copy failed. The tier has the weights from before the copy, and the other
+                ranks end, too.
         """
         result = self.accumulate(micro_batches)
         if self.clip is not None:
@@ -225,11 +226,12 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """The passes of a step: with `clip` its gradients wait in the tier for `update`; without
-        it, this is the whole step. Arguments and errors as of `step`.
+        """Run the passes of a step. Without `clip`, the optimizers step, too.
+
+        With `clip`, the tier stores the gradients for `update`. For errors see `step`.
         """
         if not micro_batches:
-            raise ValueError("a step of 0 micro-batches: give at least 1")
+            raise ValueError("the step has 0 micro-batches; use at least 1 micro-batch")
         self._passes.begin(micro_batches)
         self._forward(range(len(self.blocks) - 1))
         for number, size in enumerate(self._passes.kept_bytes):
@@ -261,16 +263,16 @@ class StreamedTrainer:
             last = block
 
     def _sum_gradients(self, block: StreamedBlock) -> None:
-        """After a micro-batch, of the block and of those that it may share a weight with."""
-        for each in (block, *(b for b in self.blocks if not b.streams)):
+        """Sum gradients of the block and of the resident blocks that may share weights with it."""
+        for summed_block in (block, *(b for b in self.blocks if not b.streams)):
             if self.float32_sums:
-                each.sum_gradients()
+                summed_block.sum_gradients()
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
-        """Step the optimizers with the clipped gradients of `accumulate`.
+        """Step the optimizers with the clipped gradients of `accumulate`; for errors see `step`.
 
-        skip: no weight and no state of an optimizer or a router changes. Errors as of `step`.
+        skip: change neither weights nor states of optimizers and routers.
         """
         if skip:
             self.forget()
@@ -280,7 +282,7 @@ class StreamedTrainer:
         self.steps += 1
 
     def forget(self) -> None:
-        """Drop the gradients of `accumulate`, and what routers counted."""
+        """Drop the gradients of `accumulate` and the counts of routers."""
         for block in self.blocks:
             block.forget_gradients()
             forget_step(block.module)
@@ -296,7 +298,7 @@ class StreamedTrainer:
             raise
 
     def _step_clipped(self, clip: Clip) -> None:
-        if isinstance(self.tier, HostTier):  # where the optimizers step
+        if isinstance(self.tier, HostTier):  # the optimizers run in host memory
             turns: Iterator[StreamedBlock] = iter(self.blocks)
         else:
             turns = self._slots.blocks(range(len(self.segments)), False, self.overlap,
@@ -306,7 +308,7 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def evaluate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Losses of micro-batches without training; modules stay in the mode that they are in."""
+        """Compute losses of micro-batches without training; modules keep their mode."""
         self._passes.begin(micro_batches)
         self._forward(range(len(self.blocks)), keep=False)
         self._passes.losses()
@@ -342,22 +344,24 @@ class StreamedTrainer:
         setattr(self.profile[block.number], field, time.perf_counter() - started)
 
     def randomness(self, micro_batch: int, block: int) -> AbstractContextManager[None]:
-        """The random numbers of a block in a micro-batch of the present step; torch's own generator
-        goes on afterwards as if nothing had been drawn.
+        """Return a context with the random numbers of a block and micro-batch in the current step.
+
+        Afterwards torch's own generators continue as if no numbers had been drawn.
         """
         self.micro_batch = micro_batch
         return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 
     @ends_all_ranks(TierError)
     def replace_weights(self, change: Callable[[Iterator[list[Tensor]]], bool]) -> bool:
-        """Change all weights outside of steps, or none.
+        """Change all weights outside of steps, or none of them.
 
         Args:
-            change: takes the blocks' weights one block after another, each a list of copies in host
-                memory (parameters, then buffers of floating-point numbers), which it changes in
-                place before it takes the next; True: the changed ones are the model's.
-        Returns: what `change` returned.
-        Raises: TierError: the tier has no room for both; weights are as they were.
+            change: receives an iterator over the blocks' weights, each a list of copies in host
+                memory (parameters, then floating-point buffers). The function changes the copies in
+                place before it requests the next block. True means that the model must use the
+                changed weights.
+        Returns: the result of `change`.
+        Raises: TierError: the tier has no space for both versions; the weights are unchanged.
         """
         self.settle()
         staged: list[Callable[[bool], None]] = []
@@ -380,17 +384,17 @@ class StreamedTrainer:
         return taken
 
     def forget_places(self) -> None:
-        """Weights were replaced: what is on the device is old."""
+        """Discard weights on the device, because the stored weights were replaced."""
         self._slots.clear()
 
     @ends_all_ranks(TierError)
     def settle(self) -> None:
-        """Wait until all that is being written is written. `TierError`: it was not."""
+        """Wait for all writes. Raises `TierError` if a write failed."""
         for block in self.blocks:
             block.settle()
 
     def close(self) -> None:
-        """Finish copies and give the tier's room back; the weights are gone."""
+        """Finish copies and free the tier's space; the weights are lost."""
         self.copier.close()
         self._slots.clear()
         self.tier.close()

@@ -1,5 +1,8 @@
-"""A finished or running job, read from its files: `read_run(folder)` gives a `RunRecord`,
-`read_runs` those of all runs in a folder."""
+"""Read a finished or running job from its files.
+
+`read_run(folder)` returns a `RunRecord`, and `read_runs(folder)` returns those of all runs in a
+folder.
+"""
 
 from moe_plugin.observe.history.reader import read_run, read_runs
 from moe_plugin.observe.history.records import (

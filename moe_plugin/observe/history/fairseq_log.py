@@ -1,5 +1,7 @@
-"""Lines of fairseq's training log (`--log-format json` or `simple`), also under Hydra, and of its
-`--log-file`, where they begin without a time and without the name of what they are about.
+"""Parse lines of fairseq's training log.
+
+The formats `json` and `simple` of `--log-format` are understood, also under Hydra. Lines of a
+`--log-file` begin without a time and without the name of their kind.
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from moe_plugin.observe.history.records import DROPS, StepRecord
 
 LN2 = math.log(2)  # fairseq logs losses in bits
 _LINE = re.compile(r"(?:\| |\]\[)(train_inner|train|valid\w*)(?: \||\]\[INFO\] -) (.*)")
-_FILE_INNER = re.compile(r"epoch \d+: +\d+ / \d+ (\S.*=.*)")  # of --log-file, `simple`
+_FILE_INNER = re.compile(r"epoch \d+: +\d+ / \d+ (\S.*=.*)")  # --log-file in format `simple`
 _FILE_END = re.compile(r"epoch \d+ \| (valid on '.*?' subset \| )?(.*)")
 _FILE_JSON = re.compile(r"(?:(train|valid\w*)_)?num_updates")
-_EQUALS = re.compile(r"([A-Za-z_]\w*)=([^,\s]+)")  # `loss=4.5, wps=1234`: within an epoch
-_SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22`: its end
+_EQUALS = re.compile(r"([A-Za-z_]\w*)=([^,\s]+)")  # `loss=4.5, wps=1234` within an epoch
+_SPACED = re.compile(r"\| ([A-Za-z_]\w*) (\S+)")  # `| loss 4.5 | ppl 22` at the end of an epoch
 _VALUE = r"(?:'([^']{1,200})'|([-\d.e+]+|True|False|\[[-\d.e+, ]*\])(?=[,%s]))"
 _SETTING = re.compile(r"'([a-z]\w*)': " + _VALUE % "}")
-# of a Namespace, which is how some models keep theirs
+# a setting in a printed Namespace, which some models use
 _NAMED = re.compile(r"\b([a-z]\w*)=" + _VALUE % ")")
 _CONFIG = re.compile(
     r"(?:^|\| fairseq_cli\.\w+ \| |\]\[INFO\] - )(\{'_name'.*|Namespace\(.*)")
 CHANGED = "settings that differ from the defaults (value, default):"
 _SKIPPED = re.compile(
     r"ignoring gradient, (?:gradient norm is \S+: )?step (\d{1,15}) skipped on all ranks")
-# what fairseq writes when training has ended
+# the line that fairseq writes at the end of training
 DONE = re.compile(r"(?:^|\| fairseq_cli\.train \| |\]\[INFO\] - )done training in ")
 _KNOWN = {"loss", "nll_loss", "inner_loss", "wps", "lr", "gnorm", "wall", "num_updates", "epoch",
           "update", "ppl"}
@@ -37,12 +39,12 @@ _CONFIDENCE = "confidence_"
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """(kind, record) of a line with numbers of training; None for any other line.
+    """Return the kind and the record of a line with training numbers, or None for another line.
 
-    The kind is `train_inner`, `train` (an epoch) or `valid`.
+    The kind is `train_inner`, `train` (the end of an epoch) or `valid`.
 
     Raises:
-        ValueError: a line of numbers that cannot be read, e.g. because it ends too early.
+        ValueError: if the numbers cannot be read, for example because the line ends too early.
     """
     found = _LINE.search(line)
     if found:
@@ -60,17 +62,17 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
 
 
 def parse_json(row: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """The same of an object that is a whole line of `--log-file` under `--log-format json`."""
+    """Return the kind and the record of a whole line of a `--log-file` in format `json`."""
     named = [found for key in row if (found := _FILE_JSON.fullmatch(key))]
     return _record(named[0][1] or "train_inner", row) if named and "epoch" in row else None
 
 
 def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """One record of fairseq's log.
+    """Build one record of fairseq's log.
 
     Args:
-        kind: as fairseq names it, `valid1` of a second subset.
-        values: by name, as text.
+        kind: the kind under fairseq's name, such as `valid1` for a second validation subset.
+        values: the values as text, by name.
     """
     prefix = "" if kind == "train_inner" else f"{kind}_"
     kind = "valid" if kind.startswith("valid") else kind
@@ -79,20 +81,21 @@ def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | No
 
 
 def skipped_step(step: int) -> StepRecord:
-    """The record of a step that was skipped because its gradients are not finite."""
+    """Return the record of a step that was skipped because its gradients were not finite."""
     return StepRecord(step=step, not_finite=1.0)
 
 
 def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    """The record of a line's numbers by name, without the prefix of their kind; None: no update
-    is among them.
+    """Build the record of a line, or None if the line has no number of updates.
+
+    values: the values by name, without the prefix of their kind.
     """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}
     if "num_updates" not in numbers:
         return None
     step = step_number(numbers["num_updates"], "num_updates")
-    # without label smoothing and gate loss where the line has that, so that runs can be compared
+    # the loss without label smoothing and gate loss is preferred, so that runs can be compared
     loss = next((numbers[name] * LN2
                  for name in ("nll_loss", "inner_loss", "loss") if name in numbers), None)
     if kind == "valid":
@@ -106,7 +109,7 @@ def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
 
 
 def _confidence(values: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    # counts by confidence, such as `confidence_other: 3/0/12`
+    # histograms have the form `confidence_other: 3/0/12`
     found = {}
     for key, value in values.items():
         counts = [_number(part) for part in str(value).split("/")]
@@ -124,9 +127,9 @@ def _number(value: Any) -> float | None:
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Settings of the line in which fairseq writes its configuration, by the names of the flags.
+    """Return the settings in fairseq's configuration line by the names of their flags.
 
-    Empty for any other line.
+    The result is empty for any other line.
     """
     found = _CONFIG.search(line)
     if not found:
@@ -136,17 +139,17 @@ def parse_settings(line: str) -> dict[str, str]:
 
 
 def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
-    """(value, default) of the settings that differ from the defaults, of the line that names them.
+    """Return (value, default) of the settings that differ from the defaults.
 
-    None for any other line.
+    None if the line does not list these settings.
 
     Raises:
-        ValueError: the line cannot be read.
+        ValueError: if the line cannot be read.
     """
     _, mark, text = line.partition(CHANGED)
     if not mark:
         return None
     found = json.loads(text)
     if not isinstance(found, dict):
-        raise ValueError("settings that differ from the defaults are not an object")
+        raise ValueError("the settings that differ from the defaults are not a JSON object")
     return {str(name): pair_of(pair) for name, pair in found.items()}

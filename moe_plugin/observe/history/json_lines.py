@@ -1,6 +1,7 @@
-"""Our own JSON lines: layer statistics, the Megatron host's training log, settings, timelines.
+"""Parse the JSON lines that this package writes.
 
-A field of the wrong type raises `ValueError`.
+These are layer statistics, the training log of the Megatron host, settings and timelines. A field
+of the wrong type raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from moe_plugin.observe.history.records import (
 from moe_plugin.utils.messages import short
 
 Record = TypeVar("Record")
-LARGEST, MOST_STEPS = 1e30, 1e15  # more than a run has: figures stay within floats
-ERRORS = "oracle_error", "top1_error", "member_error"  # of an ensemble
+LARGEST, MOST_STEPS = 1e30, 1e15  # larger values would overflow when figures are computed
+ERRORS = "oracle_error", "top1_error", "member_error"  # the errors of an ensemble
 _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
 def layer_record(row: Mapping[str, Any]) -> LayerRecord:
-    """A record of one layer."""
-    # each line has strings of its own, which a long log would keep by the hundred thousand
+    """Return the record of one layer."""
+    # interned, because a long log would otherwise keep the same string a hundred thousand times
     step, layer = _step(row, "step"), sys.intern(str(row["layer"]))
     return _filled(LayerRecord, row, step=step, layer=layer,
                    load=_loads(_list(row, "load")),
@@ -39,8 +40,9 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 
 def _loads(values: list[Any]) -> Sequence[float]:
-    """The loads of all experts. A long log has millions, which an array holds in 2, 4 or 8 bytes
-    each.
+    """Return the loads of all experts as an array with 2, 4 or 8 bytes per load.
+
+    A long log contains millions of loads.
     """
     kinds = {*map(type, values)}
     try:
@@ -50,19 +52,19 @@ def _loads(values: list[Any]) -> Sequence[float]:
             return array("d", values)
     except OverflowError:
         pass
-    return tuple([_number(value, "load") for value in values])  # says what is wrong
+    return tuple([_number(value, "load") for value in values])  # raises an error with the value
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
-    """A record of one copier."""
+    """Return the record of one copier."""
     return _filled(CopyRecord, row, step=_step(row, "step"), copier=str(row["copier"]),
                    ranks=max(1.0, _maybe(row, "ranks") or 1.0))
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """A record of the training log, and the balance of each layer in it.
+    """Return a record of the training log, and brief records of the layers in it.
 
-    The latter have no loads: they are used for layers without other records.
+    The brief records contain no loads. They are used for layers without other records.
     """
     step = _step(row, "iteration")
     record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
@@ -76,17 +78,17 @@ def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
     return record, layers
 
 
-# numbers of a training loop in a record, and fields of StepRecord
+# the numbers of a training loop in a record, which are fields of StepRecord
 TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
-    """A record of a training loop that has no log of its own."""
+    """Return the record of a training loop without a separate log."""
     return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 
 
 def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
-    """(step, rank, spans)."""
+    """Return the step, the rank and the spans of a timeline."""
     spans = [
         SpanRecord(str(track), str(name), _finite(start), _finite(end))
         for track, name, start, end in _list(row, "timeline")
@@ -95,14 +97,15 @@ def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
 
 
 def settings(row: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that a host wrote."""
+    """Return the settings that a host wrote."""
     return {str(key).replace("_", "-"): str(value)
             for key, value in _dict(row, "settings").items() if value is not None}
 
 
 def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
-    """(as written, default) of settings that differ from the defaults; None: the host did not write
-    them. `ValueError`: not two texts by name.
+    """Return (value as written, default) of the settings that differ from the defaults.
+
+    None if the host did not write them. `ValueError` if a value is not a pair of texts.
     """
     if "changed" not in row:
         return None
@@ -110,14 +113,14 @@ def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
 
 
 def pair_of(pair: Any) -> tuple[str, str]:
-    """(value, default) of a list of two; `ValueError` for anything else."""
+    """Return a list of two as (value, default). `ValueError` for anything else."""
     if not isinstance(pair, list) or len(pair) != 2:
-        raise ValueError(f"{short(pair)} is not a setting's value and its default")
+        raise ValueError(f"{short(pair)} is not a pair of a setting's value and its default")
     return str(pair[0]), str(pair[1])
 
 
 def _mean_losses(row: Mapping[str, Any]) -> dict[str, float]:
-    # Megatron's list has a 0 for every layer without experts
+    # Megatron's list contains a 0 for every layer without experts
     found = {}
     for name, values in _dict(row, "aux_losses").items():
         present = [_number(v, name) for v in values if v] if isinstance(values, list) else []
@@ -133,7 +136,7 @@ def _errors(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
     if not isinstance(row, dict):
-        raise ValueError(f"decision {short(row)} is not an object")
+        raise ValueError(f"decision {short(row)} is not a JSON object")
     call = _maybe(row, "call")
     return DecisionRecord(step=step, layer=layer, call=None if call is None else int(call),
                           **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
@@ -142,19 +145,19 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, bool]:
-    """Whether each field of a record is numbers by name."""
+    """Return for each field of a record whether its value is a dict of numbers."""
     return {field.name: field.default_factory is dict
             for field in dataclasses.fields(kind) if field.init}
 
 
 @functools.cache
 def _absent(kind: Any) -> dict[str, Any]:
-    """Numbers by name that a line lacks: records of a log share one empty object."""
+    """Return empty dicts for the fields that a line lacks. All records share one empty dict."""
     return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 
 
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
-    """A record of a line: given fields, numbers, and numbers by name."""
+    """Build the record of a line from the given fields and from the numbers in the line."""
     fields = _fields(kind)
     for name, value in row.items():
         by_name = fields.get(name)
@@ -168,13 +171,13 @@ def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -
     return kind(**{**_absent(kind), **given})
 
 
-_NONE: dict[str, float] = {}  # shared by all records that have no such numbers
-_PLAIN = {int, float}  # no bool
+_NONE: dict[str, float] = {}  # shared by all records that lack a dict of numbers
+_PLAIN = {int, float}  # without bool
 
 
-@functools.lru_cache(maxsize=1 << 10)  # bounded: training reads its own records, too
+@functools.lru_cache(maxsize=1 << 10)  # bounded, because a training run also parses its records
 def _shared(*items: tuple[str, float]) -> dict[str, float]:
-    """The object that stands for all counts that are equal; a long log has many."""
+    """Return one shared dict for equal counts, of which a long log has many."""
     return dict(items)
 
 
@@ -182,7 +185,7 @@ def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is {short(value)}, not a number")
     if LARGEST < abs(value) < math.inf:
-        raise ValueError(f"{name} is {short(value)}, beyond {LARGEST:g}")
+        raise ValueError(f"{name} is {short(value)}, which is larger than {LARGEST:g}")
     return value
 
 
@@ -205,7 +208,7 @@ def _step(row: Mapping[str, Any], name: str) -> int:
 
 
 def step_number(value: float, name: str) -> int:
-    """`ValueError` where a value counts no steps."""
+    """Return a value as a number of steps. `ValueError` if it is not a number of steps."""
     if not 0 <= value <= MOST_STEPS:
         raise ValueError(f"{name} is {short(value)}, not a number of steps")
     return int(value)
@@ -221,7 +224,7 @@ def _list(row: Mapping[str, Any], name: str) -> list[Any]:
 def _dict(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = row.get(name) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is not an object")
+        raise ValueError(f"{name} is not a JSON object")
     return value
 
 

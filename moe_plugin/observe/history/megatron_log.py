@@ -1,5 +1,6 @@
-"""Lines that Megatron's own training loop prints, versions 0.15 to 0.19: of a run without this
-plugin, to compare with.
+"""Parse lines that Megatron's own training loop prints, in versions 0.15 to 0.19.
+
+With them, a run without this plugin can be compared with a run that uses it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ _SKIPPED = "number of skipped iterations", "number of nan iterations"
 
 
 def parse_step(line: str, length: str | None) -> StepRecord | None:
-    """The record of a line of training or validation; None for any other line.
+    """Return the record of a training or validation line, or None for any other line.
 
     Args:
-        length: tokens of a sample, as text; None: not known, and no tokens per second.
+        line: the line.
+        length: the number of tokens of a sample as text. If None, the record has no tokens per
+            second.
     Raises:
-        ValueError: a number that cannot be read.
+        ValueError: if a number cannot be read.
     """
     if valid := _VALID.search(line):
         return StepRecord(step=int(valid[1]), valid_loss=_number(valid[2]))
@@ -44,7 +47,7 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """(name, value) of a line of the list of all arguments; None for any other line."""
+    """Return the name and value of an argument that the line lists, or None for another line."""
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())
 
@@ -52,5 +55,5 @@ def parse_argument(line: str) -> tuple[str, str] | None:
 def _number(text: str) -> float:
     number = float(text)
     if LARGEST < abs(number) < float("inf"):
-        raise ValueError(f"{text.strip()[:40]} is beyond {LARGEST:g}")
+        raise ValueError(f"{text.strip()[:40]} is larger than {LARGEST:g}")
     return number

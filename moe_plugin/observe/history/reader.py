@@ -1,6 +1,4 @@
-"""`read_run`, `read_runs`: find a run's files by their content, read them line by line into a
-`RunRecord`.
-"""
+"""Find the files of a run by their contents, and read them line by line into a `RunRecord`."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ from moe_plugin.utils.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}
 DEPTH = 3
-GIVE_UP = 100_000  # lines without a record after which a file is not read further
+GIVE_UP = 100_000  # a file without a record in so many lines is not read further
 SCRIPT_BYTES = 1 << 20
-LINE_BYTES = 1 << 24  # of one line; what is beyond counts as another
+LINE_BYTES = 1 << 24  # longer lines are split
 NATIVE = "native"  # a record of Megatron's own log
-# kinds of records within an epoch
+# the kinds of records within an epoch
 INNER = ("train_inner", "iteration", NATIVE, "training", trainer_state.KIND)
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
           "(--log-file), what Megatron itself prints, fairseq's log (its standard output, or "
@@ -44,7 +42,7 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """A line that cannot be read. record: it looks like a record, not like other text."""
+    """A line that cannot be read. record: whether the line looks like a record."""
 
     number: int
     why: str
@@ -53,14 +51,14 @@ class _BadLine:
 
 @dataclass
 class _Source:
-    """What one file contains.
+    """The contents of one file.
 
     Attributes:
-        brief: layers in the training log.
-        arguments: of Megatron's script, as it lists them.
-        writer: the host that the statistics or the settings name.
-        cut: the last line is unfinished.
-        done: fairseq's last line says that training is done.
+        brief: the records of layers in the training log.
+        arguments: the arguments that Megatron's script lists.
+        writer: the host that is named in the statistics or the settings.
+        cut: whether the last line is unfinished.
+        done: whether fairseq reported the end of training.
     """
 
     path: Path
@@ -84,7 +82,7 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """The host that wrote this training log; None if it is not a host's."""
+        """The host that wrote this training log, or None if the file is not a host's log."""
         kinds = {kind for kind, _ in self.steps} - {"training"}
         if trainer_state.KIND in kinds:
             return "transformers"
@@ -93,29 +91,30 @@ class _Source:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read the files of one run in a folder and up to three levels below.
+    """Read the files of one run in a folder, up to three levels deep.
 
     Args:
-        folder: holds any of: layer statistics as JSON lines, the Megatron host's training log,
-            fairseq's log. Names do not matter. A file may still be growing.
+        folder: a folder that contains layer statistics as JSON lines, the Megatron host's training
+            log or fairseq's log. The names of the files do not matter. A file may still grow.
     Raises:
-        ValueError: no such folder, no record in it, or several runs; it says what is expected.
+        ValueError: if the folder does not exist, has no record, or contains several runs.
     """
-    found = list(_runs(Path(folder), _sources(Path(folder))))
-    if len(found) > 1:
-        raise ValueError(f"{folder} holds several runs: "
-                         f"{', '.join(str(_place(run, folder)) for run in found)}; give the folder "
-                         "of one of them")
-    return found[0]
+    runs = list(_runs(Path(folder), _sources(Path(folder))))
+    if len(runs) > 1:
+        raise ValueError(f"{folder} contains several runs: "
+                         f"{', '.join(str(_place(run, folder)) for run in runs)}. Pass the folder "
+                         "of one run")
+    return runs[0]
 
 
 def read_runs(folder: str | Path) -> list[RunRecord]:
-    """Every run in a folder: one, or those of its folders, up to three levels below; of several the
-    names are their places in the folder. Errors as of `read_run`.
+    """Read every run in a folder, up to three levels deep.
+
+    If there are several runs, their names are their paths in the folder. Errors are the same as for
+    `read_run`.
     """
-    found = list(_runs(Path(folder), _sources(Path(folder))))
-    return found if len(found) == 1 else [replace(run, name=str(_place(run, folder)))
-                                          for run in found]
+    runs = list(_runs(Path(folder), _sources(Path(folder))))
+    return runs if len(runs) == 1 else [replace(run, name=str(_place(run, folder))) for run in runs]
 
 
 def _place(run: RunRecord, folder: str | Path) -> Path:
@@ -124,22 +123,23 @@ def _place(run: RunRecord, folder: str | Path) -> Path:
 
 
 def _sources(folder: Path) -> list[_Source]:
-    """The files that say something of a run."""
+    """Read the files of a folder that contain records or settings of a run."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a directory; give a run's folder, which holds {WANTED}")
+        raise ValueError(f"{folder} is not a directory. Pass a run's folder, which contains "
+                         f"{WANTED}")
     read = [_read(path) for path in trainer_state.latest(candidates(folder))]
     sources = [source for source in read if source.any or source.settings]
     if not any(source.any for source in _without_copies(sources)):
         bad = "".join(f" {note}" for source in read for note in _notes(source) if source.bad)
         raise ValueError(
-            f"{folder} holds no record of a run; looked for {WANTED}, in files "
-            f"{', '.join(sorted(s for s in SUFFIXES if s))} or without a suffix, {DEPTH} levels "
+            f"{folder} contains no record of a run. Searched for {WANTED}, in files that end in "
+            f"{', '.join(sorted(s for s in SUFFIXES if s))} or have no suffix, {DEPTH} levels "
             f"deep.{bad}")
     return sources
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """The run of these files, or those of the folders in which they are."""
+    """Yield the run of these files, or the runs of the folders that contain them."""
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
                if len({s.path.parent for s in kind}) > 1]
@@ -155,9 +155,7 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Without what Megatron prints where our host has a log, or will have one, in a folder above or
-    below.
-    """
+    """Remove Megatron's printed log if our host writes a log in a folder above or below."""
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
 
@@ -170,7 +168,7 @@ def _without_copies(sources: list[_Source]) -> list[_Source]:
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Files that may belong to a run, judged by their names."""
+    """Yield the files that may belong to a run, judged by their names."""
     for place, names, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
         names[:] = sorted(n for n in names if not n.startswith(".")) if depth < DEPTH else []
@@ -187,7 +185,8 @@ def _read(path: Path) -> _Source:
         check_input(path)
         with open(path, "rb") as stream:
             start = stream.read(4096)
-            if 4 * start.count(0) > len(start):  # not a log in which a block was lost
+            # a log may contain some zeros where a block was lost, but a binary file has many more
+            if 4 * start.count(0) > len(start):
                 return source
             stream.seek(0)
             if path.name == trainer_state.FILE:
@@ -203,7 +202,7 @@ def _read(path: Path) -> _Source:
                 if number > GIVE_UP and not source.any:
                     return source
                 error = _line(source, raw.decode("utf-8", "replace"), number)
-    except (ValueError, OSError) as problem:  # a pipe, for example
+    except (ValueError, OSError) as problem:  # for example, the file is a pipe
         source.bad.append(_BadLine(0, getattr(problem, "strerror", None) or str(problem)))
         return source
     if error and not tail.endswith(b"\n"):
@@ -216,11 +215,11 @@ def _read(path: Path) -> _Source:
 def _line(source: _Source, text: str, number: int) -> _BadLine | None:
     """Add one line to the source."""
     try:
-        if text.startswith("{") and not text.startswith("{'"):  # that is Python's
+        if text.startswith("{") and not text.startswith("{'"):  # "{'" begins a Python dict
             _json_line(source, text)
         elif (found := fairseq_log.parse_step(text)) is not None:
             source.steps.append(found)
-            source.done = False  # resumed
+            source.done = False  # the run was resumed
         elif fairseq_log.DONE.search(text):
             source.done = True
         elif (changed := fairseq_log.parse_changed(text)) is not None:
@@ -239,7 +238,7 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """The kind of a line is known by its keys."""
+    """Add a JSON line, whose kind follows from its keys."""
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))
@@ -252,17 +251,17 @@ def _json_line(source: _Source, text: str) -> None:
         source.timelines.append(json_lines.timeline(row))
     elif KEY in row and "step" in row:
         source.resizes.append(resize_record(row))
-    elif "training" in row and "step" in row:  # of `StatsRecorder.training`
+    elif "training" in row and "step" in row:  # written by `StatsRecorder.training`
         source.steps.append(("training", json_lines.training_record(row)))
-        if source.writer not in OWN_LOOPS:  # hosts have logs of their own
+        if source.writer not in OWN_LOOPS:  # all other hosts write separate logs
             source.writer = "pytorch"
-    elif "iteration" in row and ("lm_loss" in row or "valid_loss" in row):  # Megatron's
+    elif "iteration" in row and ("lm_loss" in row or "valid_loss" in row):  # Megatron host's log
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))
         source.brief += brief
     elif (found := fairseq_log.parse_json(row)) is not None:
         source.steps.append(found)
-        source.done = False  # resumed
+        source.done = False  # the run was resumed
     elif "settings" in row and "host" in row:
         source.settings, source.writer = json_lines.settings(row), str(row["host"])
         source.changed = json_lines.changed(row)
@@ -271,12 +270,12 @@ def _json_line(source: _Source, text: str) -> None:
 def _check_one_run(folder: Path, sources: list[_Source], several: list[list[_Source]]) -> None:
     for kind in several:
         places = sorted({str(s.path.parent.relative_to(folder)) for s in kind})
-        raise ValueError(f"{folder} holds several runs: {', '.join(places)}; keep each run in its "
-                         "own folder")
+        raise ValueError(f"{folder} contains several runs: {', '.join(places)}. Keep each run in a "
+                         "separate folder")
     if len({s.host for s in sources if s.host}) > 1:
         names = ", ".join(s.path.name for s in sources if s.host)
-        raise ValueError(f"{folder} holds training logs of both hosts ({names}); keep each run in "
-                         "its own folder")
+        raise ValueError(f"{folder} contains training logs of several hosts ({names}). Keep each "
+                         "run in a separate folder")
 
 
 def _run(folder: Path, sources: list[_Source]) -> RunRecord:
@@ -299,14 +298,14 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
         if source.changed is not None:
             run.changed = (run.changed or {}) | source.changed
     run.settings = run.settings or _command(folder)
-    # fairseq validates and saves after its last step, and then says so
+    # fairseq validates and saves after its last step, and only then reports the end
     run.finished = any(s.done for s in sources) if run.host == "fairseq" else (
         run.total_steps is not None and run.last_step >= run.total_steps)
     return run
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """By copier and step, summed over the files of pipeline stages."""
+    """Sum the records of copiers over the files of all pipeline stages."""
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -323,24 +322,27 @@ def _of_kind(steps: list[tuple[str, StepRecord]], *kinds: str) -> list[StepRecor
 def _notes(source: _Source) -> list[str]:
     name, notes = source.path.name, []
     if source.cut:
-        notes.append(f"The last line of {name} is unfinished: the job is running, or it was "
-                     "stopped while writing.")
+        notes.append(f"The last line of {name} is unfinished. The job is running, or it was "
+                     "stopped while it wrote the line.")
     if source.bad:
         count, first = len(source.bad), source.bad[0]
         lines = f"{count} lines" if count > 1 else "1 line"
-        notes.append(f"{lines} of {name} could not be read and {'are' if count > 1 else 'is'} left "
-                     f"out; the first is line {first.number} ({first.why[:120]}).")
+        notes.append(f"{lines} of {name} could not be read and {'are' if count > 1 else 'is'} "
+                     f"skipped. The first is line {first.number} ({first.why[:120]}).")
     steps = [r.step for r in _of_kind(source.steps, *INNER) if r.loss is not None]
     back = [(a, b) for a, b in zip(steps, steps[1:], strict=False) if b < a]
     if back:
         times = f", {len(back)} times" if len(back) > 1 else ""
-        notes.append(f"{name}: went back from step {back[0][0]} to {back[0][1]} (resumed{times}); "
-                     "of repeated steps the last record counts.")
+        notes.append(f"{name} goes back from step {back[0][0]} to {back[0][1]} because the run was "
+                     f"resumed{times}. The last record of a repeated step counts.")
     return notes
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """One record per step: the last of repeated ones, joined with the step's validation loss."""
+    """Return one record per step, with the step's validation loss.
+
+    The last record of a repeated step counts.
+    """
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
         known = by_step.setdefault(record.step, {})
@@ -359,13 +361,13 @@ def _by_layer(records: list[LayerRecord]) -> dict[str, list[LayerRecord]]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts `layer10` after `layer9`."""
+    """Return a sort key that puts `layer10` after `layer9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part)
             for part in re.split(r"(\d+)", name) if part]
 
 
 def _command(folder: Path) -> dict[str, str]:
-    """Flags of the last command of a `.sh` file in the folder."""
+    """Return the flags of the last command of a `.sh` file in the folder."""
     for path in sorted(folder.glob("*.sh")):
         try:
             check_input(path)

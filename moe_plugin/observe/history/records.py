@@ -1,4 +1,4 @@
-"""What is known of a run. Plain values, no torch: a report can be made on any machine."""
+"""The records of a run as plain values, without torch, so that any machine can make a report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from typing import Any
 from moe_plugin.planner.units import show_size, show_time
 
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-_ASSIGNED = re.compile(r"[+~]{0,2}(?:[\w@-]+[./])*([A-Za-z][\w-]*)=(.*)", re.DOTALL)  # Hydra's
+# an assignment of Hydra
+_ASSIGNED = re.compile(r"[+~]{0,2}(?:[\w@-]+[./])*([A-Za-z][\w-]*)=(.*)", re.DOTALL)
 
 
 def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """The settings of a command by name, with - for _: `--lr 3e-3`, `--lr=3e-3`,
-    `optimization.lr=3e-3`. Empty text: no value follows.
+    """Return the settings of a command by name, with - in place of _.
 
-    several: names of flags that take more than one word.
+    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are understood. A flag without a
+    value has an empty text.
+
+    several: the names of flags that accept more than one word.
     """
     found: dict[str, str] = {}
     name = None
@@ -44,14 +47,14 @@ KEY = "expert_parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeRecord:
-    """One change.
+    """One change of the expert-parallel size.
 
     Attributes:
-        step: before which.
-        host: what trained.
-        before, after: expert-parallel ranks.
-        bytes: that all ranks sent, together.
-        seconds: on the slowest rank.
+        step: the step before which the size changed.
+        host: the host that trained.
+        before, after: the number of expert-parallel ranks before and after the change.
+        bytes: the number of bytes that all ranks together sent.
+        seconds: the duration on the slowest rank.
     """
 
     step: int
@@ -62,19 +65,19 @@ class ResizeRecord:
     seconds: float
 
     def line(self) -> str:
-        """For the log."""
+        """Return the line for the log."""
         return (f"expert-parallel ranks {self.before} -> {self.after} before step {self.step}: "
                 f"{show_size(self.bytes)} sent by all ranks, {show_time(self.seconds)}")
 
     def as_row(self) -> dict[str, Any]:
-        """For the JSONL file; see `resize_record`."""
+        """Return the row for the JSONL file; see `resize_record`."""
         return {"step": self.step, "time": time.time(), "host": self.host,
                 KEY: {"before": self.before, "after": self.after, "bytes": self.bytes,
                       "seconds": self.seconds}}
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """The record of a line. `ValueError`: it is not one of `ResizeRecord.as_row`."""
+    """Return the record of a row of `ResizeRecord.as_row`. `ValueError` for any other row."""
     try:
         given = row[KEY]
         return ResizeRecord(
@@ -82,29 +85,29 @@ def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
             after=int(given["after"]), bytes=float(given["bytes"]),
             seconds=float(given["seconds"]))
     except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{KEY} is not a change of expert-parallel ranks") from error
+        raise ValueError(f"{KEY} does not describe a change of expert-parallel ranks") from error
 
 
-RECENT = 20  # records from which the remaining time is estimated
-# in fairseq's log: percent of the first and of the second choices that found no slot
+RECENT = 20  # the number of records from which the remaining time is estimated
+# the percentage of dropped first and second choices in fairseq's log
 DROPS = "overflow_expert1", "overflow_expert2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One record of a host's training log. Fields that the log does not have are None.
+    """One record of a host's training log. Fields that are missing in the log are None.
 
     Attributes:
-        loss, valid_loss: nats per token (fairseq's bits are converted), without the balance
-            loss where the log separates them.
-        seconds: that this record covers.
-        elapsed_s: since the start of the process.
-        not_finite: steps since the record before that were skipped because a loss or gradient
-            was not finite, except those by which a loss scale falls.
-        extra: other numbers of the log, by the log's names; those of a validation begin with
+        loss, valid_loss: the losses in nats per token. Bits of fairseq are converted. The balance
+            loss is not included if the log separates it.
+        seconds: the time that this record covers.
+        elapsed_s: the time since the start of the process.
+        not_finite: the number of steps since the last record that were skipped because a loss or a
+            gradient was not finite. Steps that only reduce a loss scale are not counted.
+        extra: other numbers of the log by the log's names. The names of a validation begin with
             `valid `.
-        confidence: of an ensemble's members in validation, numbers of predictions by the
-            largest probability, in equal parts of 0..1.
+        confidence: for the members of an ensemble in validation, the number of predictions in equal
+            ranges of the largest probability.
     """
 
     step: int
@@ -120,8 +123,9 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """The share of the choices that found no slot, by the training log of fairseq; None:
-        unknown. kind: `valid ` of a validation.
+        """Return the share of dropped choices in fairseq's training log, or None if unknown.
+
+        kind: `valid ` for a validation.
         """
         shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
                   if f"{kind}{name}" in self.extra]
@@ -130,8 +134,9 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRecord:
-    """One decision of a layer's tuner, a `moe_plugin.tuning.engine.TunerDecision`. Times in
-    seconds.
+    """One decision of a layer's tuner, as in `moe_plugin.tuning.engine.TunerDecision`.
+
+    Times are in seconds.
     """
 
     step: int
@@ -144,14 +149,14 @@ class DecisionRecord:
     measured_s: float | None = None
 
 
-# a long log has many: with slots they take half the memory, and a frozen one is made in five times
-# the time
+# A long log has many of these records. Slots halve their memory. The class is not frozen because
+# frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """Statistics of one layer over one interval; see docs/observability.md.
+    """The statistics of one layer over one interval; see docs/observability.md.
 
-    load: choices by expert, empty if unknown. Read from a log it is an `array`.
-    choices: their sum.
+    load: the number of choices of each expert, empty if unknown. An `array` if read from a log.
+    choices: the sum of `load`.
     """
 
     step: int
@@ -182,28 +187,30 @@ class LayerRecord:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the experts that a call found on the device; None: no store of experts."""
+        """The share of experts that a call found on the device. None without a store of experts."""
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Load by expert over the mean load: 1 is perfect balance; NaN if nothing was routed."""
+        """The load of each expert divided by the mean load. NaN if no token was routed."""
         total, count = self.choices, len(self.load)
         return tuple([n * count / total for n in self.load]) if total else (math.nan,) * count
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """What a copier moved since the record before: sums over ranks.
+    """The activity of a copier since the last record, summed over ranks.
 
     Attributes:
-        copier: what it moves: `activations`, `weights`.
-        waits: for copies that were not done.
-        stalled_s: seconds of these waits.
-        busy_s: seconds of the copies.
-        resident_bytes: that stay on the device, the most of a step; 0: not known.
-        keep, recompute, swap: blocks whose activations are treated so.
+        copier: the kind of data that the copier moves, such as `activations` or `weights`.
+        bytes: the number of bytes that were copied.
+        waits: the number of times that computation waited for a copy.
+        stalled_s: the duration of these waits in seconds.
+        busy_s: the duration of the copies in seconds.
+        resident_bytes: the largest number of bytes on the device in a step. 0 if unknown.
+        keep, recompute, swap: the number of blocks whose activations are kept, recomputed and
+            swapped.
     """
 
     step: int
@@ -224,9 +231,9 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """An activity in a recorded step, seconds since the step began.
+    """An activity in a recorded step. Times are in seconds since the step began.
 
-    track: the kind of activity: `layers`, `exchange`, ...
+    track: the kind of activity, such as `layers` or `exchange`.
     """
 
     track: str
@@ -237,21 +244,24 @@ class SpanRecord:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """Everything found in a run's folder.
+    """The contents of a run's folder.
 
     Attributes:
-        steps: in the order of steps.
-        layers: records by layer's name, in the order of layers and steps.
-        copies: by copier, in the order of steps, of all pipeline stages together.
-        timelines: spans by (step, rank).
-        resizes: changes of the expert-parallel size.
-        settings: flag or field and its value, as given.
-        changed: (as the user wrote it, default) of the settings that were chosen otherwise than
-            the defaults; None: unknown.
-        notes: what a reader should know about the files, in sentences.
-        files: relative to the folder.
-        folder: None if the run was not read from one.
-        finished: whether the host has taken its last step.
+        name: the name of the run.
+        host: the name of the host that trained.
+        steps: the records of the training log, in the order of steps.
+        layers: the records of each layer by name, in the order of layers and steps.
+        copies: the records of each copier by name, in the order of steps, summed over pipeline
+            stages.
+        timelines: the spans of each recorded step, by (step, rank).
+        resizes: the changes of the expert-parallel size.
+        settings: the values of flags or settings, as given.
+        changed: (value as written, default) of the settings that differ from the defaults. None if
+            unknown.
+        notes: sentences about the files that a reader should know.
+        files: the paths of the files, relative to the folder.
+        folder: the folder of the run. None if the run was not read from files.
+        finished: whether the host has completed its last step.
     """
 
     name: str
@@ -270,30 +280,31 @@ class RunRecord:
 
     @property
     def layer_records(self) -> list[LayerRecord]:
-        """The records of all layers."""
+        """All records of all layers."""
         return [r for records in self.layers.values() for r in records]
 
     @property
     def last_records(self) -> dict[str, LayerRecord]:
-        """The last record of each layer that has any."""
+        """The last record of each layer that has records."""
         return {name: records[-1] for name, records in self.layers.items() if records}
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """The first and the last step of any record; (0, 0) without records."""
+        """The first and the last step of all records, or (0, 0) without records."""
         steps = [r.step for records in (self.steps, *self.layers.values()) if records
                  for r in (records[0], records[-1])]
         return min(steps, default=0), max(steps, default=0)
 
     @property
     def last_step(self) -> int:
-        """The last step of any record; 0 without records."""
+        """The last step of all records, or 0 without records."""
         return self.step_range[1]
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step that the records are about. A record is about the steps after
-        the one before; (0, -1) without records.
+        """The first and the last step that the records cover, or (0, -1) without records.
+
+        A record covers all steps since the previous record.
         """
         known = sorted({r.step for r in (*self.steps, *self.layer_records)})
         if not known:
@@ -302,14 +313,17 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the settings ask for; None if unknown."""
+        """The configured number of steps, or None if it is unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters")
         known = text is not None and text.isdecimal() and len(text) <= 15
         return int(text) or None if known else None
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """(step, seconds since the start), from the training log, else from the layers' records."""
+        """The steps with their times in seconds since the start.
+
+        The times come from the training log if it has them, otherwise from the layers' records.
+        """
         elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
             return elapsed
@@ -322,12 +336,15 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Duration; None if unknown."""
+        """The duration of the run in seconds, or None if it is unknown."""
         return max((elapsed for _, elapsed in self.clock), default=None)
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the last step, at the speed of the last records; None if unknown."""
+        """The estimated number of seconds until the last step, or None if it is unknown.
+
+        The estimate uses the speed of the last records.
+        """
         recent = self.clock[-RECENT:]
         if self.total_steps is None or len(recent) < 2:
             return None
@@ -337,16 +354,16 @@ class RunRecord:
 
     @property
     def decisions(self) -> list[DecisionRecord]:
-        """Of all layers' tuners, by step."""
+        """The decisions of all layers' tuners, ordered by step."""
         return sorted((d for r in self.layer_records for d in r.decisions), key=lambda d: d.step)
 
     @property
     def experts(self) -> int:
-        """The largest number of experts of any layer; 0 if unknown."""
+        """The largest number of experts of all layers, or 0 if it is unknown."""
         return max((len(r.load) for r in self.layer_records), default=0)
 
 
-OWN_LOOPS = ("pytorch", "transformers")  # hosts whose records are those of a user's own loop
+OWN_LOOPS = ("pytorch", "transformers")  # hosts in which users write their own training loop
 _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False,
           "none": None}
 

@@ -1,5 +1,6 @@
-"""`trainer_state.json`, which a `Trainer` of transformers writes into its folder and into each
-of its checkpoints.
+"""Parse `trainer_state.json` of transformers.
+
+A `Trainer` writes this file into its folder and into each of its checkpoints.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ def latest(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _step_of(path: Path) -> float:
     number = path.parent.name.removeprefix("checkpoint-")
-    return int(number) if number.isdigit() else math.inf  # the one of the whole run
+    return int(number) if number.isdigit() else math.inf  # the state of the whole run is the latest
 
 
 def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
-    """Return the training and validation records of a state with their kinds, and the numbers of
-    the entries that cannot be read with the reasons.
+    """Return the training and validation records of a state, and its unreadable entries.
 
+    Returns:
+        A list of (kind, record), and a list of (number of the entry, reason).
     Raises:
-        ValueError: the text is not such a state.
+        ValueError: if the text is not a trainer state.
     """
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
-        raise ValueError("it has no log_history, which a Trainer of transformers writes")
+        raise ValueError("the file has no log_history, which a Trainer of transformers writes")
     found: list[tuple[str, StepRecord]] = []
     wrong = []
     for place, row in enumerate(history, 1):

@@ -1,1 +1,1 @@
-"""One self-contained HTML page of a run, or of several side by side."""
+"""Write one self-contained HTML page that shows a run, or several runs side by side."""

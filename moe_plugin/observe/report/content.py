@@ -1,4 +1,4 @@
-"""Which figures a run gets, and what they show."""
+"""Select the figures of a report and their contents."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from moe_plugin.observe.report.figure_records import (
 from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.choice import LayoutChoice
 
-LINES = 6  # layers drawn one by one; of more: the highest, the middle and the lowest
-COLUMNS, CELLS = 120, 200_000  # of heat maps: columns at most, cells of all of them together
+LINES = 6  # with more layers, only the highest, the middle and the lowest value are drawn
+COLUMNS, CELLS = 120, 200_000  # the largest number of columns of a heat map, and of cells in total
 DECISIONS, SPANS, TIMELINES = 200, 1500, 8
-NAME = 32  # characters of a layer's name
+NAME = 32  # the number of characters of a layer's name
 
-Options = dict[str, Any]  # of `chart`
-# of the training log: id, title, about, field of `StepRecord`, name of its curve
+Options = dict[str, Any]  # the keyword arguments of `chart`
+# The charts of the training log: id, title, explanation, field of `StepRecord`, name of the curve.
 STEP_CHARTS: tuple[tuple[str, str, str, str, str, Options], ...] = (
     ("loss", "Loss", "Nats per token, without the balance loss where the log separates them.",
      "loss", "training", {"floor": None}),
-    ("speed", "Tokens per second", "Of all ranks together, over each logged interval.",
+    ("speed", "Tokens per second", "All ranks together, over each logged interval.",
      "tokens_per_s", "tokens/s", {"unit": "count"}),
     ("grad-norm", "Gradient norm", "Before clipping.", "grad_norm", "norm", {}),
     ("rate", "Learning rate", "As scheduled.", "learning_rate", "rate", {}),
@@ -51,78 +51,80 @@ def _bytes_per_call(r: LayerRecord) -> float | None:
 
 
 def _rows_per_token(r: LayerRecord) -> float | None:
-    """None: nothing is known of it, or nothing was sent."""
+    """Return the rows per token, or None if unknown or if no row was sent."""
     return r.rows_sent / r.tokens if r.rows_sent and r.tokens else None
 
 
 def _rows_between(r: LayerRecord) -> float | None:
-    """None: nothing is known of it, or nothing left a node."""
+    """Return the rows to other nodes per token, or None if unknown or if no row left a node."""
     return r.rows_between / r.tokens if r.rows_between and r.tokens else None
 
 
 def _saved_rows(r: LayerRecord) -> float | None:
-    """Share of a row for each kept choice that was not sent; None: every choice was a row."""
+    """Return the share of kept choices that needed no separate row, or None if all needed one."""
     kept = r.choices * (1 - (r.drop_fraction or 0.0))
     return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
 
 
 def _of_store(name: str) -> Callable[[LayerRecord], float | None]:
-    """A count of the store by call."""
+    """Return a function that returns a count of the store of experts per call."""
     return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
 
 
-# of the layers, by id: title, about, the number
+# The charts of the layers by id: title, explanation, value, options.
 LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], Options]] = {
     "max-mean": ("Busiest expert over mean load",
                  "The largest load over the mean load of each record; 1 is perfect balance.",
                  lambda r: r.max_over_mean, {"floor": 1.0}),
-    "drops": ("Dropped choices", "Share of the routed choices beyond the capacity.",
+    "drops": ("Dropped choices", "The share of the choices that exceed the capacity.",
               lambda r: r.drop_fraction, {"unit": "%"}),
     "unused": ("Unused experts", "Experts without any token in the whole record.",
                lambda r: r.unused_experts, {"unit": "count"}),
-    "entropy": ("Router entropy", "Mean over tokens, in nats; low: the router is sure of each "
-                "token's experts.", lambda r: r.entropy, {}),
+    "entropy": ("Router entropy", "The mean over tokens, in nats. A low value means that the "
+                "router strongly prefers some experts for each token.", lambda r: r.entropy, {}),
     "bytes": ("Bytes sent to other ranks",
-              "By one forward pass on one rank, mean over each record.",
+              "One forward pass on one rank, mean over each record.",
               _bytes_per_call, {"unit": "B"}),
     "rows-sent": ("Rows sent, per token",
-                  "Once for each expert, rank or node that a token visits (`dispatch.send`), its "
-                  "own among them; of `bounded` all slots, filled or not.", _rows_per_token, {}),
-    "rows-between": ("Rows sent to other nodes, per token", "Of the rows sent those that leave "
-                     "their node; there and back, and as often in backward.", _rows_between, {}),
+                  "One row for each expert, rank or node that a token visits (`dispatch.send`), "
+                  "including the token's own. With `bounded`, all slots count, filled or not.",
+                  _rows_per_token, {}),
+    "rows-between": ("Rows sent to other nodes, per token", "The rows that leave their node. Each "
+                     "row also returns, and the backward pass sends as many.", _rows_between, {}),
     "rows-saved": ("Rows saved by sending once",
-                   "Share of the rows that one for each choice would be.", _saved_rows,
-                   {"unit": "%"}),
+                   "The share of rows that is saved, compared with one row for each choice.",
+                   _saved_rows, {"unit": "%"}),
     "store-hits": ("Experts found on the device",
-                   "Share of the experts that a call needed; fetched ahead counts as found.",
+                   "The share of the experts that a call needed and found on the device, "
+                   "including experts that were fetched ahead.",
                    lambda r: r.hit_rate, {"unit": "%"}),
-    "store-stalls": ("Calls that waited for experts", "Share of the calls on one rank.",
+    "store-stalls": ("Calls that waited for experts", "The share of the calls on one rank.",
                      _of_store("stalls"), {"unit": "%"}),
-    "store-bytes": ("Experts copied to the device", "Bytes of a call on one rank.",
+    "store-bytes": ("Experts copied to the device", "The bytes of one call on one rank.",
                     _of_store("bytes"), {"unit": "B"}),
-    "store-resident": ("Experts on the device", "Bytes of the experts in the slots of a rank, "
-                       "which layers share; mean over calls.",
+    "store-resident": ("Experts on the device", "The bytes of the experts in the slots of a rank, "
+                       "which all layers share. Mean over calls.",
                        _of_store("resident_bytes"), {"unit": "B"}),
     "store-wasted": ("Experts fetched in vain",
-                     "Brought ahead by a call and gone without being used.",
-                     _of_store("wasted"), {}),
+                     "Experts that a call fetched ahead and that were removed before they were "
+                     "used.", _of_store("wasted"), {}),
 }
-# curves of the training log, where no layer has the number: name, key, factor
+# The curves of the training log that replace missing layer statistics: name, key, factor.
 FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 1)],
             "entropy": [("mean over layers", "entropy_gating", 1.0)]}
-# fields of `LayerRecord` of which the most frequent name is drawn: title, about
+# The fields of `LayerRecord` whose most frequent name is drawn: title, explanation.
 MOST_FREQUENT = {
     "layouts": ("Layout of each layer", "The most frequent layout of each record."),
-    "exchanges": ("All-to-all of each layer", "The algorithm of most exchanges of each record."),
+    "exchanges": ("All-to-all of each layer", "The most frequent algorithm of each record."),
     "routers": ("Router of each layer",
-                "With several routers, the one of most calls of each record."),
+                "With several routers, the most frequent router of each record."),
     "collectives": ("Collectives of each layer",
-                    "What gathers and sums its data (`comm.collectives`)."),
+                    "The implementation that gathers and sums data (`comm.collectives`)."),
 }
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
-    """All figures for which the run has data."""
+    """Return all figures for which the run has data."""
     stored = any(record.store for records in run.layers.values() for record in records)
     found = [
         ReportSection("Training", training(run)),
@@ -141,20 +143,20 @@ def sections(run: RunRecord) -> list[ReportSection]:
 
 
 def over_steps(run: RunRecord, field: str, name: str, **style: bool) -> Line | None:
-    """A field of the training log."""
+    """Return the curve of a field of the training log."""
     return line(name, [(r.step, v) for r in run.steps if (v := getattr(r, field)) is not None],
                 **style)
 
 
 def training(run: RunRecord) -> list[Figure]:
-    """Loss, throughput, gradient norm, learning rate."""
+    """Return the charts of loss, throughput, gradient norm and learning rate."""
     more = {"loss": [over_steps(run, "valid_loss", "validation", marks=True)]}
     return [figure for id, title, about, field, name, options in STEP_CHARTS for figure in chart(
         id, title, about, [over_steps(run, field, name), *more.get(id, ())], **options)]
 
 
 def of_layers(run: RunRecord, id: str, *more: Line | None) -> list[LineChart]:
-    """A chart of `LAYER_CHARTS`, with more curves."""
+    """Return a chart of `LAYER_CHARTS` with additional curves."""
     title, about, value, options = LAYER_CHARTS[id]
     lines = by_layer(run, value)
     if not any(lines):
@@ -163,7 +165,10 @@ def of_layers(run: RunRecord, id: str, *more: Line | None) -> list[LineChart]:
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
-    """One line per layer; of many layers the highest, the middle and the lowest at each step."""
+    """Return one curve per layer.
+
+    With many layers, return the highest, the middle and the lowest value at each step.
+    """
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
                 for name, records in zip(_names(run), run.layers.values(), strict=True)]
@@ -180,7 +185,7 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
 
 
 def _names(run: RunRecord) -> list[str]:
-    """The layers' names, shortened as far as they stay different."""
+    """Return the names of the layers, shortened if they stay different."""
     short = [shortened(name, NAME) for name in run.layers]
     return short if len(set(short)) == len(short) else list(run.layers)
 
@@ -194,7 +199,7 @@ def _extra(run: RunRecord, name: str, key: str, factor: float = 1.0) -> Line | N
 
 
 def balance(run: RunRecord) -> list[Figure]:
-    """Load imbalance and drops by layer."""
+    """Return the charts of load imbalance and dropped choices by layer."""
     valid = [(r.step, v) for r in run.steps if (v := r.dropped("valid ")) is not None]
     return [
         *of_layers(run, "max-mean", _reference(run, "perfect balance", 1.0)),
@@ -206,7 +211,7 @@ def balance(run: RunRecord) -> list[Figure]:
 
 
 def heat_maps(run: RunRecord) -> list[HeatMap]:
-    """Load by layer, and for each layer by expert."""
+    """Return heat maps of the load by layer, and of the load by expert for each layer."""
     known = {name: found for name, records in run.layers.items()
              if any(any(r.load) for r in records) and (found := [r for r in records if r.load])}
     names = dict(zip(run.layers, _names(run), strict=True))
@@ -239,14 +244,14 @@ def _experts_map(id: str, name: str, records: list[LayerRecord], columns: int) -
 
 
 def router(run: RunRecord) -> list[Figure]:
-    """Entropy and losses by name."""
+    """Return the charts of the router's entropy and losses."""
     even = _reference(run, f"uniform over {run.experts}", math.log(run.experts)
                       ) if run.experts > 1 else None
     return [*of_layers(run, "entropy", even), *_losses(run)]
 
 
 def _losses(run: RunRecord) -> list[Figure]:
-    """Of the layers' records, else of the training log."""
+    """Return the charts of router losses from the layers' records, or from the training log."""
     names = sorted({name for record in run.layer_records for name in record.losses})
     keys = sorted({key for r in run.steps for key in r.extra
                    if key.startswith("loss ") or key == "moe_gate_loss"})
@@ -256,13 +261,13 @@ def _losses(run: RunRecord) -> list[Figure]:
             f"loss-{i}", f"Router loss: {name}", about, lines, floor=None)]
 
     return charts([(name, by_layer(run, lambda r, name=name: r.losses.get(name)))
-                   for name in names], "Before its weight.") or charts(
+                   for name in names], "Before it is multiplied by its weight.") or charts(
         [(key.removeprefix("loss "), [_extra(run, key, key)]) for key in keys],
         "Mean over layers, from the training log.")
 
 
 def exchange(run: RunRecord) -> list[Figure]:
-    """Bytes and time of exchanges."""
+    """Return the charts of the bytes and the time of exchanges."""
     times = [_extra(run, "on the host", "all_to_all_cpu_time_ms")]
     if any(r.extra.get("all_to_all_cuda_time_ms") for r in run.steps):  # without a GPU all are 0
         times.append(_extra(run, "on the GPU", "all_to_all_cuda_time_ms"))
@@ -276,7 +281,7 @@ def exchange(run: RunRecord) -> list[Figure]:
 
 
 def copies(run: RunRecord) -> list[Figure]:
-    """What was copied to and from the device, and what that cost."""
+    """Return the charts of copies to and from the device, and of the time they cost."""
 
     def of(field: str, records: Iterable[CopyRecord], name: str,
            value: Callable[[float], float | None] = float) -> Line | None:
@@ -289,23 +294,28 @@ def copies(run: RunRecord) -> list[Figure]:
                 if record.keep or record.recompute or record.swap]
     return [
         *chart("copied-resident", "Bytes on the device",
-               "Of one rank, the most of a step: activations that were counted; the places for "
-               "weights.", each("resident_bytes", value=lambda v: v or None), unit="B"),
-        *chart("copied-policies", "Activations kept, recomputed, swapped", "Blocks of one rank.",
+               "The largest number of bytes in a step on one rank, for activations and for the "
+               "slots of weights.", each("resident_bytes", value=lambda v: v or None), unit="B"),
+        *chart("copied-policies", "Activations kept, recomputed, swapped",
+               "The number of blocks on one rank.",
                [of("keep", policies, "kept"), of("recompute", policies, "recomputed"),
                 of("swap", policies, "swapped")]),
         *chart("copied-bytes", "Copied to and from the device",
-               "Bytes of one rank between two records.", each("bytes"), unit="B"),
+               "The bytes of one rank between two records.", each("bytes"), unit="B"),
         *chart("copied-stalls", "Waiting for copies",
-               "Seconds of one rank between two records in which computation waited.",
+               "The seconds between two records in which computation on one rank waited.",
                each("stalled_s"), unit="s"),
-        *chart("copied-waits", "Copies that came too late",
-               "Waits of one rank between two records.", each("waits")),
+        *chart("copied-waits", "Late copies",
+               "The number of times that one rank waited for a copy between two records.",
+               each("waits")),
     ]
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """What each layer mostly used over steps, where that changes, and the tuner's decisions."""
+    """Return the most frequent layouts and algorithms over steps, and the tuner's decisions.
+
+    A figure is left out if its value never changes.
+    """
     found: list[Figure] = []
     for id, (title, about) in MOST_FREQUENT.items():
         bands = [band for i, records in enumerate(run.layers.values())
@@ -321,7 +331,7 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
     for r in records:
         found = getattr(r, field)
         if found:
-            if found is not known:  # records of a log share equal counts
+            if found is not known:  # equal counts in a log are the same object, which saves time
                 kind, known = _name(field, max(found, key=lambda name: found[name])), found
             start = before
             if stretches and stretches[-1][::2] == (kind, before):
@@ -333,10 +343,10 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
 
 @functools.lru_cache(maxsize=1 << 10)
 def _name(field: str, name: str) -> str:
-    """What a record counts, in words."""
+    """Return a name in words if it is the label of a layout."""
     try:
         return LayoutChoice.from_label(name).words if field == "layouts" else name
-    except ValueError:  # of an earlier version
+    except ValueError:  # the label was written by an earlier version
         return name
 
 
@@ -350,13 +360,13 @@ def _decisions(run: RunRecord) -> list[Table]:
         for d in made[-DECISIONS:])
     cut = f"The last {DECISIONS} of {len(made)}. " if len(made) > DECISIONS else ""
     return [Table("decisions", "Decisions of the tuner",
-                  f"{cut}Times are of one layer's forward and backward.",
+                  f"{cut}Times are for one layer's forward and backward pass.",
                   ("step", "layer", "call", "event", "layout", "predicted", "measured", "why"),
                   rows)]
 
 
 def timelines(run: RunRecord) -> list[Figure]:
-    """The spans of each recorded step, and where its time went."""
+    """Return the spans of each recorded step, and a table of where the time went."""
     figures: list[Figure] = []
     for i, ((step, rank), spans) in enumerate(sorted(run.timelines.items())[:TIMELINES]):
         if not spans:
@@ -368,16 +378,16 @@ def timelines(run: RunRecord) -> list[Figure]:
                  f"{s.name}, {number(s.end_s - s.start_s, 's')}")
             for s in sorted(longest, key=lambda s: (tracks.index(s.track), s.start_s)))
         end = max(s.end_s for s in spans)
-        about = f"{number(end, 's')} in total; one row per kind of work."
+        about = f"{number(end, 's')} in total, one row per kind of work."
         figures += [Bands(f"timeline-{i}", f"Step {step} on rank {rank}", about, tracks, bands,
                           "s"), _time_table(f"timeline-{i}-sums", step, spans, end)]
     return figures
 
 
 def _kind(span: SpanRecord) -> str:
-    """What the colour of a span means.
+    """Return the kind of a span, which selects its colour.
 
-    Forward or backward of any layer, one kind of exchange, or all work of another row.
+    The kind is forward or backward for layers, the name for exchanges, and the row otherwise.
     """
     if span.track == "layers":
         return span.name.rsplit(" ", 1)[-1]
@@ -392,12 +402,12 @@ def _time_table(id: str, step: int, spans: list[SpanRecord], end: float) -> Tabl
     rows = tuple((track, name, str(len(times)), number(sum(times), "s"),
                   number(sum(times) / end if end else None, "%")) for (track, name), times in top)
     return Table(id, f"Where the time of step {step} went",
-                 "The largest sums; nested spans count in both.",
+                 "The largest sums. A nested span also counts in the span around it.",
                  ("kind", "name", "count", "total", "of the step"), rows)
 
 
 def summary(run: RunRecord) -> list[tuple[str, str]]:
-    """The table at the top: name and value."""
+    """Return the rows (name, value) of the table at the top of the report."""
     losses = [r for r in run.steps if r.loss is not None]
     valid = [r for r in run.steps if r.valid_loss is not None]
     rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")),
@@ -418,7 +428,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _steps(run: RunRecord) -> str:
-    if run.host in OWN_LOOPS:  # counts as its loop does; hosts count from 1
+    if run.host in OWN_LOOPS:  # a user's loop may count from 0, whereas hosts count from 1
         first, last = run.steps_covered
         return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
     total = run.total_steps
@@ -441,7 +451,7 @@ def _layer_summary(run: RunRecord) -> list[tuple[str, str]]:
     if drops:
         rows.append(("Dropped choices, mean and worst",
                      f"{number(sum(drops) / len(drops), '%')}, {number(max(drops), '%')}"))
-    # where nothing is sent, on one rank, none says anything
+    # on one rank nothing is sent, and the layout has no meaning
     if layouts := Counter(_name("layouts", max(r.layouts, key=lambda name: r.layouts[name]))
                           for r in last.values() if r.layouts and r.bytes_sent):
         rows.append(("Layout, last record", "; ".join(

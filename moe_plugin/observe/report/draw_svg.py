@@ -1,6 +1,7 @@
-"""Figures as drawings, from which `templates/figures.html` makes HTML: inline SVG stretched to the
-page's width, with labels as text of fixed size next to it, readable on a phone. Colours are in
-`page.css`.
+"""Draw figures, which `templates/figures.html` turns into HTML.
+
+A drawing is an inline SVG image that is stretched to the width of the page. Labels are text of a
+fixed size next to the image, so that they can be read on a phone. The colours are in `page.css`.
 """
 
 from __future__ import annotations
@@ -18,32 +19,37 @@ from markupsafe import Markup
 from moe_plugin.observe.report.figure_records import Bands, Figure, HeatMap, Line, LineChart, Table
 from moe_plugin.observe.report.text import number, ticks
 
-WIDTH, HEIGHT = 1000, 300  # of the drawings' own coordinates
-NARROWEST = 0.8  # stretch of a row
-COLORS = 8  # .c0 to .c7 in page.css
-LEVELS = 32  # of a heat map's colour, on each side of an even load
+WIDTH, HEIGHT = 1000, 300  # the size of a drawing in its own coordinates
+NARROWEST = 0.8  # the smallest width of a stretch in `Bands`
+COLORS = 8  # the classes .c0 to .c7 in page.css
+LEVELS = 32  # the number of colours of a heat map on each side of an even load
 TABLE_ROWS = 40
 
 _Span = tuple[float, float]
-TAIL = 12  # characters at the end of a row's name that are shown on any screen
-_Mark = tuple[float, str, str]  # a label at a share of an axis, and an end of it that stays whole
+TAIL = 12  # the number of characters at the end of a row's name that every screen shows
+# the position of a label as a share of the axis, the label, and the end that is never shortened
+_Mark = tuple[float, str, str]
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What the template `figures.html` makes a figure of.
+    """The input of the template `figures.html` for one figure.
 
     Attributes:
-        words: a description.
-        unseen: it is long, for screen readers alone.
-        shapes: the inside of an SVG image of width x height in its own coordinates; empty: a
-            table alone.
-        side, below: labels at shares of the axes.
-        begin, end: of the horizontal axis.
+        figure: the figure.
+        words: a description of the figure.
+        unseen: whether the description is only for screen readers, because it is long.
+        wide: whether the figure is as wide as the page.
+        style: the CSS class of the plot.
+        shapes: the contents of an SVG image of size width x height. Empty if the figure is a table.
+        width, height: the size of the image in its own coordinates.
         pixels: the height on the screen.
-        legend: (name, style).
-        table: (head, rows), the numbers.
-        data: values that the page's script shows under the pointer.
+        side, below: the labels of the vertical and the horizontal axis.
+        axis: the name of the horizontal axis.
+        begin, end: the range of the horizontal axis.
+        legend: the entries (name, style) of the legend.
+        table: the numbers as (head, rows). Optional.
+        data: the values that the page's script shows under the pointer. Optional.
     """
 
     figure: Figure
@@ -66,11 +72,12 @@ class Drawing:
 
 
 def drawing(f: Figure, span: _Span, top: float) -> Drawing:
-    """A figure, drawn.
+    """Draw a figure.
 
     Args:
-        span: first and last step of the run, the axis of charts over steps.
-        top: the load over the mean load at which the colours of heat maps end.
+        f: the figure.
+        span: the first and the last step of the run, which are the axis of charts over steps.
+        top: the largest load over the mean load that has a separate colour in heat maps.
     """
     if isinstance(f, LineChart):
         return _line_chart(f, span)
@@ -83,7 +90,7 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
 
 
 def _plain(value: float, digits: int | None = None) -> float | None:
-    # JSON has no NaN; six digits are enough for a reader, and a third of the page's size
+    # JSON has no NaN. Six digits are enough for a reader and reduce the page to a third.
     if not math.isfinite(value):
         return None
     return round(value, digits) if digits is not None else float(f"{value:.6g}")
@@ -99,9 +106,9 @@ def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names without the parts that all begin with, except for the last of these parts.
+    """Remove the leading parts that all names share, except for the last shared part.
 
-    A narrow screen has room for `layers.1`, not for `decoder.layers.1`.
+    A narrow screen has room for `layers.1`, but not for `decoder.layers.1`.
     """
     parts = [name.split(".") for name in names]
     same = len(os.path.commonprefix(parts)) if len(names) > 1 else 0
@@ -182,7 +189,7 @@ def _curve(one: Line, style: str, x_of: Callable[[float], float],
 
 
 def _values(f: LineChart, curves: list[Line]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """The same numbers: head and rows of a table."""
+    """Return the head and the rows of a table with the numbers of the curves."""
     at = [dict(zip(one.x, one.y, strict=True)) for one in curves]
     steps = sorted({x for known in at for x in known})
     if len(steps) > TABLE_ROWS:
@@ -192,7 +199,7 @@ def _values(f: LineChart, curves: list[Line]) -> tuple[Sequence[str], Sequence[S
 
 
 def _line_words(f: LineChart) -> str:
-    """First, last, lowest and highest value of the first curves."""
+    """Describe the first, last, lowest and highest value of the first curves."""
     parts = []
     for one in [one for one in f.lines if not one.dashed][:6]:
         known = [(x, y) for x, y in zip(one.x, one.y, strict=True) if not math.isnan(y)]
@@ -225,7 +232,7 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
-    """One path per colour: a stroke of height 1 for each run of equal cells of a row."""
+    """Draw one path per colour, with a stroke of height 1 for each run of equal cells."""
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
         x = 0
@@ -241,9 +248,10 @@ def _cells(f: HeatMap, top: float) -> Markup:
 
 
 def level(value: float, top: float) -> int | None:
-    """The colour of a load over the mean load, from -LEVELS (0) over 0 (1) to LEVELS (`top`).
+    """Return the colour of a load over the mean load, or None for NaN.
 
-    None: unknown (NaN).
+    A load of 0 has the colour -LEVELS, the mean load has the colour 0, and `top` has the colour
+    LEVELS.
     """
     if math.isnan(value):
         return None
@@ -252,16 +260,16 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """The load over the mean load at which the colours end, at least 2.
+    """Return the largest load over the mean load that has a separate colour, at least 2.
 
-    Nearly the largest, so that single peaks do not hide the other differences.
+    It is slightly less than the maximum, so that single peaks do not hide other differences.
     """
     known = sorted(v for row in values for v in row if not math.isnan(v))
     return max(2.0, known[min(len(known) - 1, int(0.995 * len(known)))]) if known else 2.0
 
 
 def _heat_words(f: HeatMap) -> str:
-    """The last column and the worst cell."""
+    """Describe the last column and the worst cell."""
     cells = [(v, name, step) for name, row in zip(f.rows, f.values, strict=True)
              for step, v in zip(f.steps, row, strict=True) if not math.isnan(v)]
     last = [cell for cell in cells if cell[2] == f.steps[-1]]
@@ -277,9 +285,9 @@ def _heat_words(f: HeatMap) -> str:
 
 
 def _bands(f: Bands, span: _Span) -> Drawing:
-    """Rows of coloured stretches.
+    """Draw rows of coloured stretches.
 
-    The legend names as many kinds as there are colours; the pointer shows the others.
+    The legend names as many kinds as there are colours. The pointer shows the remaining kinds.
     """
     if f.unit == "s":
         span = (0.0, max(b.end for b in f.bands))

@@ -10,19 +10,22 @@ from itertools import pairwise
 from moe_plugin.observe.history import RunRecord
 from moe_plugin.observe.report.text import number
 
-# per line; of longer ones the extremes of each stretch stay, so that no spike is lost
+# The number of points per curve. Longer curves keep the extremes of each stretch, so that no spike
+# is lost.
 POINTS = 400
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve; y is NaN where nothing is known.
+    """One curve. y is NaN where the value is unknown.
 
     Attributes:
-        marks: drawn as points.
-        dashed: a reference, not a measurement.
-        means: of a thinned curve, the mean of the stretch that each point stands for; None: of
-            a whole one, where these are y.
+        name: the name of the curve in the legend.
+        x, y: the coordinates of the points.
+        marks: whether the curve is drawn as points.
+        dashed: whether the curve is a reference and not a measurement.
+        means: for a thinned curve, the mean of the stretch that each point represents. None if the
+            curve has all its points.
     """
 
     name: str
@@ -35,7 +38,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """What all figures have. id: unique in the report. about: one sentence for the reader."""
+    """The base class of all figures.
+
+    id: a name that is unique in the report. about: one sentence that explains the figure.
+    """
 
     id: str
     title: str
@@ -47,8 +53,10 @@ class LineChart(Figure):
     """Curves over steps.
 
     Attributes:
-        unit: as in `text.number`.
-        floor: where the axis starts if all values are above it; None: at the lowest value.
+        lines: the curves.
+        unit: the unit of the values, as in `text.number`.
+        floor: the start of the axis if all values are larger. If None, the axis starts at the
+            lowest value.
     """
 
     lines: tuple[Line, ...]
@@ -57,20 +65,21 @@ class LineChart(Figure):
 
     @property
     def constants(self) -> list[Line]:
-        """The measured curves, if each has several points and one value; else empty."""
-        measured = [one for one in self.lines if not one.dashed]
-        still = all(len(one.y) > 1 and len(set(one.y)) == 1 for one in measured)
-        return measured if still else []
+        """The measured curves if none of them ever changes, otherwise an empty list."""
+        measured = [curve for curve in self.lines if not curve.dashed]
+        constant = all(len(curve.y) > 1 and len(set(curve.y)) == 1 for curve in measured)
+        return measured if constant else []
 
 
 @dataclass(frozen=True)
 class HeatMap(Figure):
-    """Loads over the mean load: one row per expert or layer, one column per stretch of steps.
+    """Loads divided by the mean load, with one row per expert or layer.
 
     Attributes:
-        row: what a row is.
-        steps: the last step of each column.
-        values: [row][column], NaN: unknown.
+        row: the meaning of a row, such as `expert`.
+        rows: the names of the rows.
+        steps: the last step of each column. A column shows a stretch of steps.
+        values: the values by row and column, NaN if unknown.
     """
 
     row: str
@@ -81,7 +90,10 @@ class HeatMap(Figure):
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of one row of `Bands`. kind: decides the colour. text: shown under the pointer."""
+    """A coloured stretch of one row of `Bands`.
+
+    kind: selects the colour. text: the text that appears under the pointer.
+    """
 
     row: int
     start: float
@@ -92,9 +104,9 @@ class Band:
 
 @dataclass(frozen=True)
 class Bands(Figure):
-    """Rows with coloured stretches: layouts over steps, or the spans of one step.
+    """Rows of coloured stretches, such as layouts over steps or the spans of one step.
 
-    unit: of the horizontal axis, `step` or `s`.
+    unit: the unit of the horizontal axis, `step` or `s`.
     """
 
     rows: tuple[str, ...]
@@ -104,7 +116,7 @@ class Bands(Figure):
 
 @dataclass(frozen=True)
 class Table(Figure):
-    """Cells of text. holds: ids of charts in whose place it is."""
+    """A table of texts. holds: the ids of the charts that the table replaces."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -120,31 +132,35 @@ class ReportSection:
 
     @property
     def has_heat_maps(self) -> bool:
-        """Whether it needs the scale of their colours."""
+        """Whether the section needs the colour scale of heat maps."""
         return any(isinstance(figure, HeatMap) for figure in self.figures)
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """The section with a table in place of its charts of which no curve ever changes."""
-    still = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
-    if not still:
+    """Replace the charts whose curves never change by a table."""
+    constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
+    if not constant:
         return section
     rows = tuple((f.title, name, number(value, f.unit))
-                 for f in still for name, value in _distinct(f.constants))
-    same = Table(f"{still[0].id}-constant", "Did not change", "One value in the whole run.",
-                 ("what", "curve", "value"), rows, tuple(f.id for f in still))
-    return ReportSection(section.title, [f for f in section.figures if f not in still] + [same])
+                 for f in constant for name, value in _distinct(f.constants))
+    table = Table(f"{constant[0].id}-constant", "Did not change", "One value in the whole run.",
+                  ("what", "curve", "value"), rows, tuple(f.id for f in constant))
+    changing = [f for f in section.figures if f not in constant]
+    return ReportSection(section.title, [*changing, table])
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
-    """(name, value) of constant curves; all together where they have the same value."""
-    if len({one.y[0] for one in curves}) > 1:
-        return [(one.name, one.y[0]) for one in curves]
+    """Return (name, value) of constant curves, or a single entry if all values are equal."""
+    if len({curve.y[0] for curve in curves}) > 1:
+        return [(curve.name, curve.y[0]) for curve in curves]
     return [("all" if len(curves) > 1 else curves[0].name, curves[0].y[0])]
 
 
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
-    """A curve of (x, y); y None or not finite is a gap. None if no point is known."""
+    """Build a curve from (x, y) pairs, or return None if no value is known.
+
+    A y that is None or not finite becomes a gap.
+    """
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
         return None
@@ -153,9 +169,10 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """At most `POINTS` of the points, with the first and the last: (x, y, mean of the stretch).
+    """Reduce a curve to at most `POINTS` points (x, y, mean of the stretch).
 
-    Each stretch keeps its lowest and its highest point, and one gap where it has any.
+    The first and the last point stay. Each stretch keeps its lowest and its highest point, and one
+    gap if it has gaps.
     """
     if len(points) <= POINTS:
         return [(x, y, y) for x, y in points]
@@ -174,7 +191,10 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """At most so many columns, each the mean of a stretch of steps. cells: by row and step."""
+    """Build a heat map with at most `columns` columns, each the mean of a stretch of steps.
+
+    cells: the values of each row, one per step.
+    """
     count = min(columns, len(steps))
     ends = [i * len(steps) // count for i in range(count + 1)]
     values = tuple(tuple(mean_known(of_row[a:b]) for a, b in pairwise(ends))
@@ -184,9 +204,9 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
 
 def mean_known(values: Sequence[float]) -> float:
-    """Mean of the values that are not NaN; NaN if there are none."""
+    """Return the mean of the values that are not NaN, or NaN if all are NaN."""
     total = sum(values)
-    if values and total == total:  # NaN is not, and asking so is fast
+    if values and total == total:  # a fast check for NaN, which differs from itself
         return total / len(values)
     known = [v for v in values if v == v]
     return sum(known) / len(known) if known else math.nan
@@ -194,14 +214,13 @@ def mean_known(values: Sequence[float]) -> float:
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """The chart of the known lines; empty if only references are known."""
-    known = tuple(one for one in lines if one is not None)
-    measured = any(not one.dashed for one in known)
+    """Return the chart of the known curves, or an empty list if only references are known."""
+    known = tuple(curve for curve in lines if curve is not None)
+    measured = any(not curve.dashed for curve in known)
     return [LineChart(id, title, about, known, unit, floor)] if measured else []
 
 
-# Figures of an ensemble of heads (moe_plugin.training.ensembles): errors, and how sure its
-# members are.
+# the errors of an ensemble of heads (moe_plugin.training.ensembles)
 ERRORS = {"oracle_error": "oracle", "top1_error": "top-1", "member_error": "mean member"}
 COLUMNS = 60
 _SHOWN = {
@@ -212,15 +231,15 @@ _SHOWN = {
 
 
 def ensemble(run: RunRecord) -> list[Figure]:
-    """Errors in training and validation, and histograms of confidences over steps."""
+    """Return the figures of an ensemble: its errors, and histograms of its confidence."""
     lines = [line(text + note, [(r.step, r.extra[kind + key]) for r in run.steps
                                 if kind + key in r.extra], marks=bool(kind))
              for kind, note in (("", ""), ("valid ", ", validation"))
              for key, text in ERRORS.items()]
     return [
         *chart("ensemble-errors", "Errors of the ensemble",
-               "Oracle: no member is right, or the best one of a unit; top-1: the mean of the "
-               "members is wrong.", lines, unit="%"),
+               "Oracle: no member is right. Top-1: the mean of the members is wrong.", lines,
+               unit="%"),
         *(figure for name, text in _SHOWN.items() for figure in _confidence(run, name, text)),
     ]
 
@@ -234,8 +253,9 @@ def _confidence(run: RunRecord, name: str, text: str) -> list[HeatMap]:
     cells = {f"{row / bins:.2g} to {(row + 1) / bins:.2g}":
              [_density(counts, row) for _, counts in found] for row in reversed(range(bins))}
     return [heat_map(f"confidence-{name}", f"Confidence of {text}",
-                     "Validation, time to the right. One row per range of the largest probability; "
-                     f"1: a {bins}th of the predictions is in it, {bins}: all are.", "confidence",
+                     "Validation, time to the right. One row per range of the largest probability. "
+                     f"The value is 1 if a {bins}th of the predictions is in the range, and {bins} "
+                     "if all predictions are.", "confidence",
                      cells, [step for step, _ in found], COLUMNS)]
 
 

@@ -1,4 +1,7 @@
-"""The page: one self-contained HTML file that loads nothing."""
+"""Write the page of a report as one self-contained HTML file.
+
+A page shows one run, compares several runs side by side, or lists the history of many runs.
+"""
 
 from __future__ import annotations
 
@@ -42,38 +45,39 @@ from moe_plugin.observe.report.figure_records import (
 from moe_plugin.observe.report.text import HOSTS, number
 from moe_plugin.utils.regular_files import write_regular
 
-# Several runs side by side: the same curves in one chart, and what was set differently; the
-# history of many, the best last.
-MOST_RUNS = 8  # colours that can be told apart
-LAST = 5  # losses of which the mean orders runs without validation
-# of `LAYER_CHARTS`, and what a comparison says of them
+MOST_RUNS = 8  # the number of colours that readers can distinguish
+LAST = 5  # runs without validation are ordered by the mean of so many last losses
+# the charts of `LAYER_CHARTS` that a comparison shows, with their explanations
 EXPERTS = {
-    "max-mean": "Mean over layers; 1 is perfect balance.",
-    "drops": "Share of the routed choices, mean over layers.",
+    "max-mean": "Mean over layers. 1 is perfect balance.",
+    "drops": "The share of the choices, mean over layers.",
     "unused": "Mean over layers.",
     "entropy": "Mean over tokens and layers, in nats.",
-    "bytes": "By one forward pass of one layer on one rank, mean over layers.",
+    "bytes": "One forward pass of one layer on one rank, mean over layers.",
 }
 
 
 def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """The same runs; those of equal names are numbered."""
+    """Number the runs that have equal names."""
     count = Counter(run.name for run in runs)
     seen: Counter[str] = Counter()
-    found = []
+    numbered = []
     for run in runs:
         seen[run.name] += 1
-        found.append(run if count[run.name] == 1
-                     else replace(run, name=f"{run.name} ({seen[run.name]})"))
-    return found
+        numbered.append(run if count[run.name] == 1
+                        else replace(run, name=f"{run.name} ({seen[run.name]})"))
+    return numbered
 
 
 def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
-    """All that can be compared. runs: with different names. `ValueError`: fewer than two runs, or
-    more than `MOST_RUNS`.
+    """Compare runs that have different names.
+
+    Raises:
+        ValueError: if there are fewer than two runs, or more than `MOST_RUNS`.
     """
     if not 2 <= len(runs) <= MOST_RUNS:
-        raise ValueError(f"{len(runs)} runs to compare; give 2 to {MOST_RUNS} folders")
+        raise ValueError(f"a comparison of {len(runs)} runs is not possible. Pass 2 to {MOST_RUNS} "
+                         "folders")
     found = [ReportSection("Training", _training(runs)),
              ReportSection("Side by side", [_facts(runs), *_settings(runs), *_findings(runs)]),
              ReportSection("Experts", _experts(runs))]
@@ -82,9 +86,9 @@ def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
 
 def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambda run: run.name
             ) -> list[ReportSection]:
-    """A row a run, the best last, and the comparison of the best.
+    """List all runs with the best run last, and compare the best runs.
 
-    named: what stands in the table for a run, e.g. a link.
+    named: a function that returns a run's entry in the table, such as a link.
     """
     by_valid = all(_losses(run, "valid_loss") for run in runs)
     what = "best validation loss" if by_valid else f"mean of the last {LAST} losses"
@@ -97,10 +101,10 @@ def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambd
 
     ordered = sorted(runs, key=score, reverse=True)
     best = ordered[-MOST_RUNS:]
-    few = f" Below, the best {MOST_RUNS} are compared." if len(best) < len(runs) else ""
+    few = f" The best {MOST_RUNS} are compared below." if len(best) < len(runs) else ""
     head = ("run", "host", "last written", "steps", "last loss", "validation loss, best",
             "tokens per second", "findings")
-    table = Table("history", "All runs", f"The best last, by the {what}.{few}", head,
+    table = Table("history", "All runs", f"Ordered by the {what}, the best last.{few}", head,
                   tuple((named(run), *_row(run)) for run in ordered))
     return [ReportSection("History", [table]), *comparison(best)]
 
@@ -119,7 +123,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
 
 
 def _speed(run: RunRecord) -> float | None:
-    """The median of tokens per second."""
+    """Return the median of tokens per second."""
     speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
     return statistics.median(speeds) if speeds else None
 
@@ -128,40 +132,43 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
     facts = [dict(summary(run)) | _against(runs[0], run) for run in runs]
     names = list(dict.fromkeys(name for fact in reversed(facts) for name in fact))
     rows = tuple((name, *(fact.get(name, "–") for fact in facts)) for name in names)
-    return Table("facts", "Summary", "One column a run.", ("", *(run.name for run in runs)), rows)
+    return Table("facts", "Summary", "One column per run.", ("", *(run.name for run in runs)), rows)
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """How a run differs from the first: its speed, and its loss at the same steps."""
+    """Compare the speed of a run, and its loss at equal steps, with the first run."""
     if run is first:
         return {}
     found, speeds = {}, (_speed(first), _speed(run))
     if speeds[0] and speeds[1]:
-        found["Tokens per second, over the first run's"] = f"{number(speeds[1] / speeds[0])} times"
+        found["Tokens per second, compared with the first run"] = (
+            f"{number(speeds[1] / speeds[0])} times")
     known = {r.step: r.loss for r in first.steps if r.loss is not None}
     apart = [(abs(r.loss - known[r.step]), r.step) for r in run.steps
              if r.loss is not None and r.step in known]
     if apart := [both for both in apart if math.isfinite(both[0])]:
         most, step = max(apart)
-        found["Loss, furthest from the first run's"] = f"{number(most)} (step {step:,})"
+        found["Largest difference of the loss from the first run"] = (
+            f"{number(most)} (step {step:,})")
     return found
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[Figure]:
-    # one that was not chosen is left out, where that is known: another host has others
+    # defaults are left out if they are known, because hosts have different settings
     names = dict.fromkeys(name for run in runs for name in (
         run.settings if run.changed is None else run.changed))
     values = [run.settings | {name: value for name, (value, _) in (run.changed or {}).items()}
               for run in runs]
     rows = tuple((name, *(of_run.get(name, "–") for of_run in values)) for name in names
                  if len({comparable(of_run.get(name)) for of_run in values}) > 1)
-    return [Table("differences", "Settings that differ", "As they were given; –: not at all.",
+    return [Table("differences", "Settings that differ",
+                  "The values as they were given. A dash means that the setting was not given.",
                   ("setting", *(run.name for run in runs)), rows)] if rows else []
 
 
 def _findings(runs: Sequence[RunRecord]) -> list[Figure]:
     rows = tuple((run.name, f.title, _steps(f), f.remedy) for run in runs for f in findings(run))
-    return [Table("findings-by-run", "Findings", "What the rules say of each run.",
+    return [Table("findings-by-run", "Findings", "The problems that were found in each run.",
                   ("run", "finding", "steps", "what to change"), rows)] if rows else []
 
 
@@ -182,7 +189,7 @@ def _experts(runs: Sequence[RunRecord]) -> list[Figure]:
     found: list[Figure] = []
     for id, about in EXPERTS.items():
         title, _, value, options = LAYER_CHARTS[id]
-        if options.get("unit") == "count":  # a mean is none
+        if options.get("unit") == "count":  # a mean is not an integer
             options = {}
         found += chart(id, title, about, [line(run.name, _over_layers(run, value))
                                           for run in runs], **options)
@@ -199,9 +206,9 @@ def _over_layers(run: RunRecord, value: Callable[[LayerRecord], float | None]
 
 
 HERE = Path(__file__).parent
-# the browser refuses everything that is not in the page
+# With this policy the browser loads nothing from outside the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# what shows each finding; the first that the page has
+# The figures that show each finding. The page links to the first figure that exists.
 PLOTS = {
     "not_finite": ("loss",), "collapse": ("max-mean",), "dead_experts": ("unused",),
     "drops": ("drops", "drops-valid"), "no_balance": ("max-mean",), "uneven": ("max-mean",),
@@ -214,19 +221,28 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=
 
 
 def write_report(run: RunRecord, path: str | Path) -> Path:
-    """Write the page of a run, atomically. `ValueError`: a file that cannot be written, or
-    something else than a regular file there.
+    """Write the page of a run atomically.
+
+    Raises:
+        ValueError: if the file cannot be written, or if the path is not a regular file.
     """
     return write_regular(path, render(run, Path(path).parent))
 
 
 def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
-    """Write the page of several runs side by side; errors as of `write_report`, `comparison`."""
+    """Write the page of several runs side by side.
+
+    Raises:
+        ValueError: under the conditions of `write_report` and `comparison`.
+    """
     return write_regular(path, render_comparison(runs, Path(path).parent))
 
 
 def render(run: RunRecord, place: Path | None = None) -> str:
-    """The page as text. place: the folder for it, from which it links to the run's files."""
+    """Return the page of a run as text.
+
+    place: the folder of the page, for links to the run's files. Without it there are no links.
+    """
     found = sections(run)
     facts = summary(run)
     kind = f"Training run with {HOSTS.get(run.host, 'an unknown host')}"
@@ -238,7 +254,7 @@ def render(run: RunRecord, place: Path | None = None) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
-    """The page of several runs as text; place: as of `render`."""
+    """Return the page of several runs as text. place: the folder of the page, as in `render`."""
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
     return _page(runs, title, f"Comparison of {len(runs)} training runs", comparison(runs), place,
@@ -246,7 +262,11 @@ def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> s
 
 
 def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
-    """Write the page of a folder's runs; errors as of `write_report`."""
+    """Write the page of all runs in a folder.
+
+    Raises:
+        ValueError: under the conditions of `write_report`.
+    """
     place = Path(path).parent
     runs = named_apart(runs)
     return write_regular(path, _page(
@@ -255,7 +275,7 @@ def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
 
 
 def _report_of(run: RunRecord, place: Path) -> str:
-    """A run's name, with a link to its report where it has one."""
+    """Return a run's name, with a link to its report if it has a report."""
     path = run.folder / "report.html" if run.folder else None
     if path is None or not path.is_file():
         return run.name
@@ -264,7 +284,7 @@ def _report_of(run: RunRecord, place: Path) -> str:
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """A page that loads nothing, in the style of the report. body: HTML, line by line."""
+    """Return a page in the style of the report that loads nothing. body: lines of HTML."""
     return TEMPLATES.get_template("document.html").render(
         title=title, body=Markup("\n".join(body)), policy=POLICY, style=_style())
 
@@ -291,12 +311,13 @@ def _with_plots(found: list[Finding],
     figures = [figure for section in page for figure in section.figures]
     places = {f.id: f.id for f in figures} | {
         id: f.id for f in figures if isinstance(f, Table) for id in f.holds}
-    for one in found:
-        yield one, next((places[id] for id in PLOTS.get(one.rule, ()) if id in places), None)
+    for finding in found:
+        yield finding, next((places[id] for id in PLOTS.get(finding.rule, ()) if id in places),
+                            None)
 
 
 def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:
-    """The run's files and links to those that are there."""
+    """Yield the run's files, with a link if the file exists."""
     for name in run.files:
         path = run.folder / name if run.folder else None
         known = place is not None and path is not None and path.is_file()
@@ -312,7 +333,7 @@ def _style() -> Markup:
 
 
 def _scripts() -> Markup:
-    # the first line of uPlot names an address, which the page does without; its license stays
+    # the first line of uPlot contains an address, which the page must not have; the license stays
     plot = _asset("uplot/uPlot.iife.min.js").split("\n", 1)[1]
     license = _asset("uplot/LICENSE")
     ours = "".join(_asset(name) for name in ("numbers.js", "plots.js", "bands.js", "page.js"))
@@ -320,6 +341,6 @@ def _scripts() -> Markup:
 
 
 def _embedded(data: object) -> Markup:
-    # no text of a log may end the script element
+    # without these replacements a text from a log could end the script element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))

@@ -1,4 +1,4 @@
-"""Numbers and names for readers."""
+"""Format numbers and names for readers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain Py
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A number with its unit.
+    """Format a number with its unit.
 
-    unit: `` none, `%` a fraction shown in percent, `B` bytes, `s` seconds, `ms` milliseconds,
-    `count` integers with separators. None and NaN: a dash; infinite: its sign.
+    unit: empty for a plain number, `%` for a fraction that is shown in percent, `B` for bytes, `s`
+    for seconds, `ms` for milliseconds, or `count` for integers with separators. None and NaN become
+    a dash, and infinity becomes its symbol.
     """
     if value is None or math.isnan(value):
         return "–"
@@ -34,8 +35,9 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """A name of at most `limit` characters, shortened in the middle: its end tells layers apart,
-    its beginning the parts of a model.
+    """Shorten a name in the middle to at most `limit` characters.
+
+    The end of a name distinguishes layers, and the beginning distinguishes parts of a model.
     """
     if len(name) <= limit:
         return name
@@ -54,8 +56,9 @@ def _short(value: float) -> str:
 
 def ticks(low: float, high: float, count: int = 5, least: float = 0.0,
           unit: str = "") -> list[float]:
-    """Round numbers within [low, high], at most about `count`, at least `least` apart; of bytes,
-    where `unit` is B, round numbers of KiB, MiB or GiB.
+    """Return about `count` round numbers within [low, high] that are at least `least` apart.
+
+    If `unit` is B, the numbers are round numbers of KiB, MiB or GiB.
     """
     if not high > low:
         return [low]

@@ -1,15 +1,16 @@
-"""Cost of an all-to-all: messages, bytes and seconds of each algorithm, in closed form.
+"""Closed-form cost models of all-to-all algorithms: messages, bytes and seconds.
 
-N nodes of P ranks, W = N P; S bytes per rank in W equal pieces. A node's ranks share `nics` network
-cards, so one card carries the messages of s = P / min(nics, P) ranks. Per rank, or per card where a
-card is slower, an algorithm takes what its file here says, plus `phase_s` per phase. `linear` and
-`2dh` are the formulas of the Tutel paper with m = P, n = W; for s = 1 and phase_s = 0 they are
-identical. Of unequal nodes the busiest rank, card or leader counts.
+The formulas use N nodes of P ranks, W = N P ranks, and S bytes per rank in W equal pieces. The
+ranks of a node share `nics` network cards, so one card sends the messages of s = P / min(nics, P)
+ranks. The module of each algorithm states its formula, which counts time per rank, or per network
+card if a card is slower, and adds `phase_s` for each phase. The formulas of `linear` and `2dh` are
+identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s = 0. If nodes have
+different sizes, the busiest rank, network card or leader determines the time.
 
-Where one machine emulates the cluster, a phase also costs its CPU time: `wake_s` k^(2/3) for a rank
-that sends and receives k messages (messages that arrive together are handled together; the exponent
-is empirical), `host` for each message and byte of all ranks. Wire and CPU work at the same time, so
-a phase takes (wire^4 + machine^4)^(1/4), close to the larger of the two.
+If one machine emulates the cluster, each phase also costs CPU time: `wake_s` k^(2/3) for each rank
+that sends and receives k messages, and `host` for each message and byte of all ranks. The exponent
+is empirical: messages that arrive together are also handled together. Network and CPU work at the
+same time, so a phase lasts (wire^4 + machine^4)^(1/4), which is close to the larger of the two.
 """
 
 from __future__ import annotations
@@ -24,30 +25,42 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.utils.messages import short
 
 for module in iter_modules(__path__, f"{__name__}."):
-    import_module(module.name)  # it declares its model
-# by algorithm, those of fewer rounds first; others join where they are registered (`comm.exchange`)
+    import_module(module.name)  # importing the module registers its cost model
+# Sorted by the number of rounds. `comm.exchange` adds the models of other registered algorithms.
 COSTS: dict[str, CostModel] = {name: model for name, (_, model) in sorted(
     DECLARED.items(), key=lambda item: item[1][0])}
 
 
 def distinct(cluster: Cluster) -> tuple[str, ...]:
-    """The algorithms that are something else than `linear` on a cluster, after `linear` itself."""
-    size = 2.0**20  # of any exchange
+    """Return `linear` and every algorithm whose cost on the cluster differs from `linear`."""
+    # the comparison holds for any exchange size, so an arbitrary one is used
+    size = 2.0**20
     base = COSTS["linear"](cluster, size)
     return ("linear", *(name for name, cost in COSTS.items() if cost(cluster, size) != base))
 
 
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
-    """Cost of one exchange of `size` bytes per rank; `ValueError` for an unknown algorithm."""
+    """Return the cost of one exchange of `size` bytes per rank.
+
+    Raises:
+        ValueError: if the algorithm has no cost model.
+    """
     if algorithm not in COSTS:
         raise ValueError(
-            f"no cost model for all-to-all {short(algorithm)}; known: {', '.join(COSTS)}")
+            f"there is no cost model for the all-to-all algorithm {short(algorithm)}. Choose from "
+            f"{', '.join(COSTS)}")
     return COSTS[algorithm](cluster, size)
 
 
 def predict_table(cluster: Cluster, ranks: Sequence[int],
                   sizes: Sequence[float]) -> list[dict[str, Any]]:
-    """A row per size, number of ranks and algorithm, ready for JSON. sizes: bytes per rank."""
+    """Return one JSON-ready row per size, number of ranks and algorithm.
+
+    Args:
+        cluster: the cluster whose links are used, resized to each number of ranks.
+        ranks: numbers of ranks.
+        sizes: exchange sizes in bytes per rank.
+    """
     rows = []
     for size in sizes:
         for number in ranks:

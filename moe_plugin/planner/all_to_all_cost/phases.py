@@ -1,6 +1,6 @@
-"""What an all-to-all costs, as rounds of messages, and the list of the algorithms' cost models.
+"""Rounds of messages of an all-to-all, and the registry of cost models.
 
-A model is a file of this folder, which declares it; nothing else lists them.
+Each cost model lives in a module of this package and registers itself with `declared`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Phase:
     """One round of messages.
 
     Attributes:
-        inter: (messages, bytes) of the busiest card.
-        intra: of the busiest rank.
-        machine: over all ranks, (sum of k^WAKES over ranks with k messages sent and received,
-            messages, bytes).
+        inter: (messages, bytes) sent by the busiest network card.
+        intra: (messages, bytes) sent by the busiest rank inside its node.
+        machine: totals over all ranks: (sum of k^WAKES, where k is the number of messages that a
+            rank sends and receives; messages; bytes).
         copied: bytes that the busiest rank reads and writes.
-        parallel_links: the bytes of the two links move at the same time.
+        parallel_links: whether both kinds of links transfer their bytes at the same time.
     """
 
     inter: tuple[float, float]
@@ -35,32 +35,32 @@ class Phase:
     parallel_links: bool = False
 
     def wire_s(self, cluster: Cluster) -> float:
-        """Time of the links."""
+        """Return the seconds that the links need."""
         bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
         return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (
             max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
-        """Time of the round."""
+        """Return the seconds of the round, including copies and the fixed cost of a phase."""
         return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Seconds of two that work at the same time and sometimes wait for each other."""
+    """Return the seconds of two activities that overlap and sometimes wait for each other."""
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One exchange.
+    """Cost of one exchange.
 
     Attributes:
         seconds: predicted time.
-        inter_messages, inter_bytes: leaving one node.
-        intra_messages, intra_bytes: inside one node.
-        phases: its rounds.
+        inter_messages, inter_bytes: messages and bytes that leave one node.
+        intra_messages, intra_bytes: messages and bytes inside one node.
+        phases: rounds of messages of the exchange.
     """
 
     seconds: float
@@ -72,21 +72,37 @@ class Cost:
 
 
 def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Sequence[Phase]) -> Cost:
-    """node: (messages, bytes) out of, inside one node."""
+    """Return the cost of an exchange with these phases.
+
+    Args:
+        cluster: the cluster on which the exchange runs.
+        node: messages and bytes that leave one node, then messages and bytes inside one node.
+        phases: rounds of messages of the exchange.
+    """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 
 
 def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
-    """What the busiest card carries. of_rank: what a rank sends, by the ranks of its node."""
+    """Return the messages or bytes of the busiest network card.
+
+    Args:
+        cluster: the cluster on which the exchange runs.
+        of_rank: function that returns the load of one rank, given the number of ranks of its node.
+    """
     return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
 
 
-CostModel = Callable[[Cluster, float], Cost]  # of one exchange of so many bytes per rank
-DECLARED: dict[str, tuple[int, CostModel]] = {}  # by algorithm, with its rounds of messages
+CostModel = Callable[[Cluster, float], Cost]  # arguments: cluster and bytes per rank
+DECLARED: dict[str, tuple[int, CostModel]] = {}  # (rounds of messages, model) by algorithm
 
 
 def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
-    """Decorator of the cost model of an algorithm by its registered name."""
+    """Return a decorator that registers the cost model of the algorithm `name`.
+
+    Args:
+        name: registered name of the all-to-all algorithm.
+        rounds: number of rounds of messages, which determines the order of `COSTS`.
+    """
     def add(model: CostModel) -> CostModel:
         DECLARED[name] = rounds, model
         return model
@@ -99,7 +115,7 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
 # s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
 @declared("linear", 1)
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Every rank to every rank directly; `size` bytes per rank."""
+    """Return the cost of sending directly from every rank to every rank, `size` bytes per rank."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     card = busiest(cluster, lambda here: w - here)
@@ -109,32 +125,38 @@ def linear_cost(cluster: Cluster, size: float) -> Cost:
     return cost_of(cluster, node, [phase] if w > 1 else [])
 
 
-# Through one rank of each node (HetuMoE):
+# Through one leader rank of each node (HetuMoE):
 #
 # 4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
 @declared("leader", 3)
 def leader_cost(cluster: Cluster, size: float) -> Cost:
-    """Through one rank per node; `linear` on one node, or with one rank per node."""
+    """Return the cost of an exchange through one leader rank per node.
+
+    On a single node, or with one rank per node, the cost equals that of `linear`.
+    """
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
-    out = max(here * (w - here) for here in cluster.sizes) * size / w
+    out = max(size_of_node * (w - size_of_node) for size_of_node in cluster.sizes) * size / w
     node = (n - 1, out, 2 * (p - 1), 2 * (p - 1) * size)
-    # messages in one direction: half of what `machine` counts for both
+    # `machine` counts both directions, so messages in one direction count half
     wakes = ((p - 1) / 2) ** WAKES + (p - 1) * 0.5**WAKES
     inside = Phase((0, 0), (p - 1, (p - 1) * size), (n * wakes, n * (p - 1), n * (p - 1) * size))
     between = Phase((n - 1, out), (0, 0), (n * (n - 1)**WAKES, n * (n - 1), n * out), 4 * p * size)
     return cost_of(cluster, node, [inside, between, inside])
 
 
-# Two-dimensional hierarchical (2DH, Tutel): inside nodes, then between them:
+# Two-dimensional hierarchical (2DH, Tutel), first inside nodes, then between nodes:
 #
 #     4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
 #
-# A rank that shares its node with m - 1 others has ceil(q / m) messages for a node of q.
+# A rank on a node of m ranks sends ceil(q / m) messages to a node of q ranks.
 @declared("2dh", 2)
 def two_d_cost(cluster: Cluster, size: float) -> Cost:
-    """Two-dimensional hierarchical; `linear` on one node, or with one rank per node."""
+    """Return the cost of the two-dimensional hierarchical exchange.
+
+    On a single node, or with one rank per node, the cost equals that of `linear`.
+    """
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     if n == 1 or p == 1:
         return linear_cost(cluster, size)
@@ -149,5 +171,5 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Of 2DH between nodes, from one rank on a node of `here` ranks."""
+    """Return how many messages one rank on a node of `here` ranks sends to other nodes in 2DH."""
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1

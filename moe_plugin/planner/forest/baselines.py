@@ -1,9 +1,10 @@
-"""What communication libraries do, on the same simulator: rings, double binary trees, recursive
-halving and doubling.
+"""Algorithms of communication libraries on the same simulator, for comparison.
 
-Each is a set of trees over the ranks, as ForestColl's schedule is: a ring's are paths, recursive
-doubling's are binomial trees. Messages take the shortest way through the network, of several the
-one whose narrowest wire is widest. Each tries several orders of the ranks and keeps the fastest.
+The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
+a set of trees over the ranks, like a ForestColl schedule: a ring consists of paths, and recursive
+doubling of binomial trees. Messages use a shortest path through the network. Among several shortest
+paths, the path whose narrowest wire is widest is chosen. Each algorithm tries several orders of the
+ranks and uses the fastest order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fractions import Fraction
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.simulate import Program, Route, ShareMove
 
-LARGEST_GROUP = 16  # ranks of a node, as far as orders are tried
-SEARCH_STEPS = 20_000  # for a ring over direct links
+LARGEST_GROUP = 16  # largest number of ranks per node for which orders are tried
+SEARCH_STEPS = 20_000  # steps of the search for a ring over direct links
 
-Edges = Sequence[tuple[int, int]]  # source and target, in order
+Edges = Sequence[tuple[int, int]]  # (source, target), in order
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class RankTree:
     """A tree over ranks.
 
     Attributes:
-        share: of the result.
-        outward: from the root to all.
-        inward: from all to the root; empty: outward turned round.
+        root: rank of the root.
+        share: share of the result.
+        outward: edges from the root to all ranks.
+        inward: edges from all ranks to the root. Empty means the reversed outward edges.
     """
 
     root: int
@@ -39,7 +41,7 @@ class RankTree:
     inward: Edges = ()
 
     def steps(self, collective: str) -> list[tuple[int, int, bool]]:
-        """Source, target, whether the target sums; of the whole collective, in order."""
+        """Return (source, target, whether the target sums) of the whole collective, in order."""
         sums = list(self.inward) or [(b, a) for a, b in reversed(self.outward)]
         down = [(a, b, True) for a, b in sums] if collective != "all_gather" else []
         up = [(a, b, False) for a, b in self.outward] if collective != "reduce_scatter" else []
@@ -47,7 +49,7 @@ class RankTree:
 
 
 def baselines(network: Network, collective: str) -> list[Program]:
-    """Ring, double binary tree and recursive halving/doubling for a network of 2 ranks or more."""
+    """Return ring, double binary tree and recursive halving/doubling for at least 2 ranks."""
     routes, ranks = Routes(network), len(network.ranks)
     candidates = {
         "ring": (*_rings(ranks), *_disjoint_rings(network)),
@@ -61,9 +63,9 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Seconds per GB of result that the busiest wire needs."""
+    """Return the seconds per GB of result that the busiest wire needs."""
     pairs: Counter[tuple[int, int]] = Counter()
-    unit = min(tree.share for tree in trees)  # all shares are whole multiples of it
+    unit = min(tree.share for tree in trees)  # all shares are whole multiples of this unit
     for tree in trees:
         pairs.update({(a, b): int(tree.share / unit) for a, b, _ in tree.steps(collective)})
     loads: Counter[tuple[str, str]] = Counter()
@@ -84,7 +86,7 @@ def _program(network: Network, collective: str, name: str, trees: Sequence[RankT
 
 
 class Routes:
-    """Shortest ways between ranks, found once for each source."""
+    """Shortest paths between ranks, computed once for each source."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -95,7 +97,7 @@ class Routes:
         self._known: dict[tuple[int, int], Route] = {}
 
     def __call__(self, source: int, target: int) -> Route:
-        """Node names from one rank to another."""
+        """Return the node names on the path from one rank to another."""
         if source not in self._before:
             self._before[source] = self._search(self._network.ranks[source])
         if (source, target) not in self._known:
@@ -106,7 +108,7 @@ class Routes:
         return self._known[source, target]
 
     def _search(self, start: str) -> dict[str, str]:
-        """The node before each node: fewest wires first, then the widest narrowest one."""
+        """Return the predecessor of each node on the shortest, widest path from `start`."""
         best: dict[str, tuple[int, Fraction]] = {}
         before: dict[str, str] = {}
         queue: list[tuple[int, Fraction, str, str]] = [(0, Fraction(-(10**12)), start, start)]
@@ -122,11 +124,11 @@ class Routes:
         return before
 
 
-# -- trees over positions, then over ranks in some order
+# Trees over positions, which are mapped to ranks in some order.
 
 
 def _orders(ranks: int) -> Iterator[list[int]]:
-    """As numbered; and the first rank of each group, then the second, ..., for sizes of a group."""
+    """Yield the natural order, and for each group size the first ranks of all groups, and so on."""
     yield list(range(ranks))
     for size in _group_sizes(ranks):
         yield [first + i for i in range(size) for first in range(0, ranks, size)]
@@ -137,8 +139,10 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """One ring, data one way or half of it each way; or as many rings as a node has ranks, so that
-    each crosses nodes at another rank.
+    """Yield sets of rings: one ring, both directions of a ring, and several rings.
+
+    With several rings, there are as many rings as ranks per node, and each ring crosses nodes at a
+    different rank.
     """
     for order in _orders(ranks):
         yield _around([order])
@@ -149,7 +153,7 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
 
 
 def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
-    """Trees of rings, which sum and gather in the same direction."""
+    """Return the trees of rings that sum and gather in the same direction."""
     ranks, trees = len(rings[0]), []
     for ring in rings:
         edges = [(ring[i], ring[(i + 1) % ranks]) for i in range(ranks)]
@@ -161,8 +165,10 @@ def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
 
 
 def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
-    """Rings over direct links alone, each over bandwidth that the ones before leave; used both
-    ways. None where no such ring is found soon.
+    """Yield sets of rings that use only direct links, in both directions.
+
+    Each ring uses bandwidth that the earlier rings leave. If the search finds no ring within its
+    limit of steps, nothing is yielded.
     """
     number = {name: rank for rank, name in enumerate(network.ranks)}
     left = {(number[w.source], number[w.target]): w.bandwidth for w in network.wires
@@ -180,9 +186,10 @@ def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
 
 
 def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[int]:
-    """A ring over all ranks along `pairs` of this bandwidth, if there in both directions; empty:
-    none is found in so many steps. The widest way goes first, then to the rank with the fewest ways
-    on (Warnsdorff).
+    """Return a ring over all ranks along links in both directions, or an empty list.
+
+    The search is limited to `SEARCH_STEPS` steps. The widest link is tried first, then the link to
+    the rank with the fewest onward links (Warnsdorff).
     """
     beside: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for a, b in pairs:
@@ -209,9 +216,10 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Two binary trees with half of the data each; what is a leaf in one is inside the other.
+    """Yield pairs of binary trees with half of the data each.
 
-    All-reduce sums towards the root of each. Gathering sends each rank's part along both trees.
+    Leaves of one tree are inner nodes of the other. All-reduce sums towards the root of each tree.
+    The other collectives send each rank's part along both trees.
     """
     up = [_parent(at, ranks) for at in range(ranks)]
     other = (lambda at: ranks - 1 - at) if ranks % 2 == 0 else (lambda at: (at + 1) % ranks)
@@ -230,7 +238,7 @@ def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
 
 
 def _parent(at: int, ranks: int) -> int:
-    """Of a position in the binary tree with root 0 whose odd positions are leaves."""
+    """Return the parent in the binary tree with root 0 whose odd positions are leaves."""
     bit = at & -at
     up = (at ^ bit) | (bit << 1)
     return up if up < ranks else at ^ bit
@@ -247,8 +255,10 @@ def _away_from(root: int, beside: dict[int, list[int]]) -> Edges:
 
 
 def _doubling(ranks: int) -> Iterator[list[RankTree]]:
-    """Step i exchanges all so far with the rank at distance 2 ** i; Bruck's algorithm, which sends
-    on to such ranks, where their number is no power of two.
+    """Yield recursive doubling: step i exchanges all data with the rank at distance 2 ** i.
+
+    If the number of ranks is not a power of two, Bruck's algorithm is used, which forwards data to
+    the ranks at these distances.
     """
     partner: Callable[[int, int], int] = ((lambda at, far: at ^ far) if ranks & (ranks - 1) == 0
                                           else (lambda at, far: (at + far) % ranks))

@@ -1,10 +1,10 @@
-"""Schedules of large clusters of equal parts: one part is planned, and serves for all.
+"""Schedules of large clusters of equal parts: one part is planned, and the plan serves all parts.
 
-A shard goes straight through the switches between the parts to the rank in the same place of every
-other part, and spreads within each part along trees that the general algorithm packs into that part
-alone, for B times as many roots; what the way between the parts leaves of their links to these
-switches joins the ranks of a part, too. Nothing says that no other way is faster, but the cut does:
-this one is taken only where it reaches the bound of the whole network.
+A shard is sent through the switches between the parts to the rank at the same place of every other
+part. Within each part it is distributed along trees that the general algorithm packs into this part
+alone, for B times as many roots. The capacity of the links to these switches that remains after the
+traffic between parts also connects the ranks of a part. A faster method might exist, but the cut
+bounds its speed. Therefore this method is used only if it reaches the bound of the whole network.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from moe_plugin.planner.forest.packing import Arc, pack
 from moe_plugin.planner.forest.schedule import Edge, Paths, Tree
 from moe_plugin.planner.forest.splitting import Path, Splitting, take
 
-Lane = tuple[Path, int]  # from a rank to a switch between parts; for how many trees
-Levels = list[list[Edge]]  # a tree's edges by depth
+Lane = tuple[Path, int]  # path from a rank to a switch between parts, and number of trees on it
+Levels = list[list[Edge]]  # edges of a tree by depth
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Equal parts of a graph, rank after rank.
+    """Equal parts of a graph with consecutive ranks.
 
     Attributes:
-        size: P, ranks of each.
-        count: B, their number.
-        turned: for each node, the one whose place it takes where each part takes the next
-            one's.
-        between: nodes that stay in place.
+        size: P, the number of ranks of each part.
+        count: B, the number of parts.
+        turned: image of each node under the rotation that maps each part to the next part.
+        between: nodes that the rotation does not move.
     """
 
     size: int
@@ -42,7 +41,7 @@ class Parts:
 
 
 def find_parts(graph: Graph) -> Parts | None:
-    """The smallest equal parts with switches between them; None if absent."""
+    """Return the smallest equal parts with switches between them, or None if there are none."""
     neighbours: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
     for source, target in graph.capacity:
         neighbours[source].add(target)
@@ -58,26 +57,26 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Where each node goes if rank i goes to rank i + size; None where a wire would change."""
+    """Return the image of each node if rank i maps to rank i + size, or None if wires differ."""
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
-        # a switch goes where all of its neighbours go; of several alike, to the first
+        # a switch maps to the switch whose neighbours are the images of its neighbours
         goals: dict[frozenset[tuple[int, int, int]], list[int]] = {}
         for switch in left:
             around = _around(graph, switch, {v: v for v in neighbours[switch] if v in turned})
             goals.setdefault(around, []).append(switch)
-        found: dict[int, int] = {}
+        images: dict[int, int] = {}
         for switch in left:
             around = _around(graph, switch,
                              {v: turned[v] for v in neighbours[switch] if v in turned})
             alike = goals.get(around)
             if around and alike:
-                found[switch] = alike.pop(alike.index(switch) if switch in alike else 0)
-        if not found:
+                images[switch] = alike.pop(alike.index(switch) if switch in alike else 0)
+        if not images:
             return None
-        turned.update(found)
-        left = [switch for switch in left if switch not in found]
+        turned.update(images)
+        left = [switch for switch in left if switch not in images]
     if len(set(turned.values())) < graph.nodes or any(
             graph.capacity.get((turned[a], turned[b])) != capacity
             for (a, b), capacity in graph.capacity.items()):
@@ -90,52 +89,54 @@ def _around(graph: Graph, switch: int, names: Mapping[int, int]) -> frozenset[tu
                      for v, name in names.items())
 
 
-# -- trees of all parts
+# Trees of all parts.
 
 
 @dataclass(frozen=True)
 class Inner:
-    """A tree of one part: edges by depth, with paths of nodes that sum to its weight."""
+    """A tree of one part: edges by depth, each with paths whose counts sum to the weight."""
 
     weight: int
     levels: tuple[tuple[tuple[Arc, tuple[tuple[Path, int], ...]], ...], ...]
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """k trees of each root, or None where wires do not carry them this way.
+    """Return k trees of each root, or None if the wires cannot carry the trees in this way.
 
     Args:
-        counted: capacities are numbers of trees.
-        names: of the nodes.
-        parts: of the graph.
-        k: trees per root.
+        counted: graph whose capacities are numbers of trees.
+        names: names of the nodes.
+        parts: parts of the graph.
+        k: number of trees per root.
     """
-    # What lanes between the parts take is not there for trees within them: so lanes come first.
+    # Lanes are assigned first, because trees within parts can only use the remaining capacity.
     left = dict(counted.capacity)
     lanes = [_lanes(counted, parts, left, place, k) for place in range(parts.size)]
     part = _part(counted, parts, left)
     if part is None or not all(lanes):
         return None
-    # Within a part, each place is a root for its own shard and for those that enter there from
-    # every other part. Trees exist if every cut carries all of them (Edmonds).
+    # Within a part, each place is a root for its own shard and for the shards that enter there from
+    # every other part. Trees exist if every cut has capacity for all of them (Edmonds).
     roots = [k * parts.count] * parts.size
     if parts.size > 1 and Demand(part.nodes, part.graph.capacity, roots).missing(1)[0]:
         return None
     return list(_Assembly(names, parts, lanes, part.trees(roots), k).trees())
 
 
-# -- between the parts
+# Paths between the parts.
 
 
 def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
            k: int) -> list[list[Lane]]:
-    """For each distance between two parts, ways for k trees, up from a rank and the same way down;
-    empty where there are not enough. What they take is taken from `left`, of part 0.
+    """Return, for each distance between two parts, paths for k trees, or an empty list.
+
+    A path leads from a rank up to a switch, and data uses the mirrored path down. The capacity of
+    the paths is subtracted from `left`, which describes part 0.
     """
     ways = _ways(counted, parts, place)
-    # One part stands for all: what it sends up to the part at a distance, it receives down from the
-    # part at that distance on the other side. So both directions are taken of part 0's links.
-    found: list[list[Lane]] = []
+    # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the
+    # part at the same distance on the other side. So both directions use part 0's links.
+    lanes_by_distance: list[list[Lane]] = []
     for _ in range(1, parts.count):
         lanes, missing = [], k
         for way in ways:
@@ -149,12 +150,13 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
                     left[b, a] -= room
         if missing:
             return []
-        found.append(lanes)
-    return found
+        lanes_by_distance.append(lanes)
+    return lanes_by_distance
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
-    """From a rank of part 0 to switches between the parts: at once, or through one switch."""
+    """Return paths from a rank of part 0 to switches between parts, over at most one other switch.
+    """
     neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
         neighbours[source].append(target)
@@ -164,12 +166,12 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
                    for far in neighbours[v] if far in parts.between]
 
 
-# -- within a part
+# Trees within a part.
 
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """Part 0 as a graph of its own. members: its nodes by their number in it."""
+    """Part 0 as a separate graph. members: original node of each of its nodes."""
 
     graph: Graph
     members: tuple[int, ...]
@@ -180,30 +182,31 @@ class NetworkPart:
         return self.graph.nodes
 
     def trees(self, roots: Sequence[int]) -> list[list[Inner]]:
-        """Spanning trees, by root."""
+        """Return spanning trees, by root."""
         split = Splitting(self.graph, roots)
         split.run()
-        found: list[list[Inner]] = [[] for _ in roots]
+        trees_by_root: list[list[Inner]] = [[] for _ in roots]
         for tree in pack(self.graph.ranks, split.capacity, roots):
             depth, levels = {tree.root: 0}, defaultdict(list)
             for edge in tree.edges:
                 depth[edge[1]] = depth[edge[0]] + 1
                 levels[depth[edge[0]]].append((edge, self._paths(split, edge, tree.weight)))
-            found[tree.root].append(Inner(tree.weight, tuple(map(tuple, levels.values()))))
-        return found
+            trees_by_root[tree.root].append(Inner(tree.weight, tuple(map(tuple, levels.values()))))
+        return trees_by_root
 
     def _paths(self, split: Splitting, edge: Arc, weight: int) -> tuple[tuple[Path, int], ...]:
-        found, pool = [], split.paths[edge]
+        paths, pool = [], split.paths[edge]
         while weight:
             count = min(weight, pool[-1][1])
-            found.append((tuple(self.members[v] for v in take(pool, count)), count))
+            paths.append((tuple(self.members[v] for v in take(pool, count)), count))
             weight -= count
-        return tuple(found)
+        return tuple(paths)
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
-    """Part 0 with the capacity that is left, also to the switches between the parts, which join its
-    ranks as well; None where parts are joined without a switch.
+    """Return part 0 with its remaining capacity, or None if parts are joined without a switch.
+
+    The graph includes the switches between the parts, which also connect the ranks of the part.
     """
     members = list(range(parts.size))
     neighbours: dict[int, list[int]] = defaultdict(list)
@@ -211,10 +214,11 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
         if source not in parts.between:
             neighbours[source].append(target)
     index = {v: v for v in members}
-    for node in members:  # grows as it goes
+    for node in members:  # the loop appends to `members`
         for other in neighbours[node]:
             if other not in index:
-                if other < counted.ranks:  # a rank of another part: not a graph alone
+                # a direct link to a rank of another part: the part is not a separate graph
+                if other < counted.ranks:
                     return None
                 index[other] = len(members)
                 members.append(other)
@@ -224,24 +228,24 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
         tuple(members))
 
 
-# -- together
+# Assembly of the whole trees.
 
 
 class _Assembly:
-    """Trees of the whole from lanes between parts and trees within them."""
+    """Combines lanes between parts and trees within parts to trees of the whole network."""
 
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
         self._parts, self._lanes, self._inner, self._k = parts, lanes, inner, k
         moved = range(len(names))
-        self._names = []  # of part 0's nodes in the place of each part
+        self._names = []  # by part: names of the images of part 0's nodes
         for _ in range(parts.count):
             self._names.append([names[v] for v in moved])
             moved = [parts.turned[v] for v in moved]
         self._known: dict[tuple[int, int, int, int, int], Levels] = {}
 
     def trees(self) -> Iterator[Tree]:
-        """All trees, by root."""
+        """Yield all trees, by root."""
         shares = [list(self._shares(place)) for place in range(self._parts.size)]
         for part in range(self._parts.count):
             for place in range(self._parts.size):
@@ -249,12 +253,13 @@ class _Assembly:
                     yield self._tree(part, place, first, weight)
 
     def _shares(self, place: int) -> Iterator[tuple[int, int]]:
-        """First and number of a root's trees that are alike: cut where lanes and inner trees
-        change.
+        """Yield (first tree, number of trees) of the runs of a root's trees that are equal.
+
+        A run ends where lanes or inner trees change.
         """
-        # Trees between two cuts take the same lanes and inner trees at every distance, so that one
-        # tree with a weight stands for them. Inner trees are counted through all distances, k for
-        # each: where one ends, counted within its distance, is a cut.
+        # Trees of a run use the same lanes and inner trees at every distance, so one tree with a
+        # weight stands for the run. Inner trees are counted over all distances, k for each. Where
+        # an inner tree ends, counted within its distance, a run ends.
         cuts, at = {0, self._k}, 0
         for tree in self._inner[place]:
             at += tree.weight
@@ -273,20 +278,23 @@ class _Assembly:
         levels: Levels = [[]]
         for distance in range(count):
             other = (part + distance) % count
-            if distance:  # up to a switch between the parts, and the same way down
+            if distance:  # up to a switch between the parts, and down the mirrored path
                 way = _at(self._lanes[place][distance - 1], first)
                 path = (*(self._names[part][v] for v in way),
                         *(self._names[other][v] for v in reversed(way[:-1])))
                 levels[0].append(Edge(root, other * size + place, ((path, weight),)))
             for depth, edges in enumerate(self._inside(other, place, distance, first, weight)):
-                depth += bool(distance)  # the lane was the first edge
+                depth += bool(distance)  # the lane is the first edge
                 if depth == len(levels):
                     levels.append([])
                 levels[depth].extend(edges)
         return Tree(root, weight, tuple(edge for level in levels for edge in level))
 
     def _inside(self, part: int, place: int, distance: int, first: int, weight: int) -> Levels:
-        """The edges in one part of what enters it at a place from `distance` parts before."""
+        """Return the edges inside one part for a shard that enters at a place of this part.
+
+        distance: number of parts between the part of the root and this part.
+        """
         at = distance * self._k + first
         for index, tree in enumerate(self._inner[place]):
             if at < tree.weight:
@@ -302,14 +310,14 @@ class _Assembly:
 
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
-        """Paths of those of a tree's copies that come from `first` on, in a part."""
-        found, at = [], 0
+        """Return the paths in a part of those copies of a tree that start at index `first`."""
+        named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)
             if some > 0:
-                found.append((tuple(self._names[part][v] for v in path), some))
+                named_paths.append((tuple(self._names[part][v] for v in path), some))
             at += count
-        return tuple(found)
+        return tuple(named_paths)
 
 
 def _at(lanes: Sequence[Lane], first: int) -> Path:
@@ -317,4 +325,4 @@ def _at(lanes: Sequence[Lane], first: int) -> Path:
         if first < count:
             return way
         first -= count
-    raise AssertionError("lanes for fewer trees than roots have")
+    raise AssertionError("there are lanes for fewer trees than the roots have")

@@ -1,8 +1,9 @@
 """Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
 
-After ForestColl (Zhao et al., arXiv 2402.06787): the cut that bounds the time (`optimum`), switches
-replaced by links between ranks (`splitting`), spanning trees packed into them (`packing`). All of
-it in integers and fractions, so that the trees reach the bound exactly.
+The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl finds the cut that limits the
+time (`optimum`), replaces switches by links between ranks (`splitting`), and packs spanning trees
+into the resulting graph (`packing`). All computations use integers and fractions, so the trees
+reach the bound exactly.
 """
 
 from __future__ import annotations
@@ -23,25 +24,24 @@ from moe_plugin.planner.forest.splitting import Path, Splitting, take
 from moe_plugin.utils.messages import short
 
 
-# The best rate of an all-reduce whose two halves share the wires, and who is root of how much.
+# The best rate of an all-reduce whose two halves share the wires, and the share of each root.
 #
-# Each piece of the data is summed along an inward tree to its root, and sent from there along an
-# outward tree, all of it at the same time. A tree enters every part of a partition of the ranks,
-# except its root's: with bandwidth C between the parts, at most C / (2 (parts - 1)) GB/s of pieces
-# get through. Half of each wire for either direction, and roots where the network wants them, reach
-# the least of these bounds (Frank's theorem on branchings with free roots): of a rate K, each set
-# of
-# ranks X needs K - B(X) / 2 at roots of its own, B(X) the bandwidth into it. The least shares
-# that do
-# so are found one rank after another, by one max-flow each; if their sum is more than K, the sets
-# that need them are a partition with a lower bound, from which the search goes on.
+# Each piece of the data is summed along an inward tree to its root and sent from there along an
+# outward tree, with all trees running at the same time. For any partition of the ranks, a tree
+# enters every part except its root's. With bandwidth C between the parts, at most
+# C / (2 (parts - 1)) GB/s of pieces can pass. The least of these bounds is reached if each
+# direction uses half of each wire and roots are placed freely (Frank's theorem on branchings with
+# free roots). At rate K, each set of ranks X needs roots with a rate of K - B(X) / 2 inside, where
+# B(X) is the bandwidth into X. The least such shares are found one rank after another, with one
+# max-flow each. If their sum exceeds K, the sets that need them form a partition with a lower
+# bound, from which the search continues.
 @dataclass(frozen=True)
 class Shares:
-    """A rate and how it is shared.
+    """A rate and the shares of the roots.
 
     Attributes:
         rate: K, in the graph's units of capacity.
-        roots: of each rank, their sum is K.
+        roots: share of each rank. The shares sum to K.
         parts: disjoint sets of nodes that prove that no rate is higher.
     """
 
@@ -51,16 +51,16 @@ class Shares:
 
 
 def best_shares(graph: Graph) -> Shares:
-    """The highest rate; roots have equal shares where that costs nothing."""
+    """Return the highest rate. Roots have equal shares if that does not reduce the rate."""
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
-        found = _Search(graph, rate).run()
-        if isinstance(found, list):
-            return Shares(rate, tuple(found), parts)
-        if _bound(graph, found) >= rate:
-            raise AssertionError(f"{len(found)} parts do not lower the rate {rate}")
-        parts = found
+        result = _Search(graph, rate).run()
+        if isinstance(result, list):
+            return Shares(rate, tuple(result), parts)
+        if _bound(graph, result) >= rate:
+            raise AssertionError(f"{len(result)} parts do not lower the rate {rate}")
+        parts = result
 
 
 def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
@@ -71,8 +71,9 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 
 
 class _Search:
-    """The least shares for a given rate, in integers: of units 1 / (2 q) for a rate p / q, and
-    N times finer, so that equal shares are integers.
+    """The least shares for a given rate p / q, as integers.
+
+    The unit is 1 / (2 q N) for N ranks, so that equal shares are integers, too.
     """
 
     def __init__(self, graph: Graph, rate: Fraction) -> None:
@@ -86,7 +87,7 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Shares with the rate as their sum, or, where none do, parts with a lower bound."""
+        """Return shares that sum to the rate or, if there are none, parts with a lower bound."""
         ranks = range(self._graph.ranks)
         for rank in ranks:
             self._lower(rank, self._rate // self._graph.ranks)
@@ -103,7 +104,7 @@ class _Search:
         return [Fraction(share, self._unit) for share in self._roots]
 
     def _lower(self, rank: int, least: int) -> frozenset[int]:
-        """Lower a rank's share as far as it can be; the set that needs it, if one does."""
+        """Lower a rank's share as far as possible, and return the set that limits it, if any."""
         value, side = self._flows.cut(self._graph.nodes, rank, self._inside + self._roots)
         spare = value - self._rate
         self._roots[rank] = max(min(self._roots[rank], least), self._roots[rank] - spare)
@@ -113,7 +114,7 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Sets that share a rank, united; without the switches that several share then."""
+    """Unite sets that share a rank, and remove switches that are in several of the results."""
     parts: list[frozenset[int]] = []
     for each in sets:
         apart = [part for part in parts if not _share(part, each, ranks)]
@@ -132,19 +133,21 @@ MAX_TREES = 1 << 20
 
 def plan(network: Network, collective: str = "all_gather", trees: int | None = None, *,
          overlap: bool = False, symmetry: bool = True) -> Schedule:
-    """The schedule with the highest throughput.
+    """Return the schedule with the highest throughput.
 
     Args:
-        network: its ranks and links.
-        collective: one of `COLLECTIVES`; all_reduce is a reduce-scatter, then an all-gather.
-        trees: k, trees per root; None: as many as the highest throughput needs.
-        overlap: of all_reduce: both parts at the same time, on shared wires; roots have the shares
-            that are best for that (`planner.forest.overlap`).
-        symmetry: clusters of equal parts: plan one for all where that is as fast
+        network: the ranks and links.
+        collective: one of `COLLECTIVES`. all_reduce is a reduce-scatter followed by an all-gather.
+        trees: k, the number of trees per root. Defaults to as many as the highest throughput needs.
+        overlap: whether both parts of an all_reduce run at the same time on shared wires. The
+            shares of the roots are then optimized for that (`best_shares`).
+        symmetry: whether clusters of equal parts use one plan for all parts if that is equally fast
             (`planner.forest.by_parts`).
+
     Raises:
-        ValueError: an unknown collective, trees < 1, overlap where it has no meaning, bandwidths
-            with so many digits that sums would be rounded, or igraph is missing.
+        ValueError: if the collective is unknown, `trees` is out of bounds, `overlap` does not
+        apply,
+            bandwidths have so many digits that sums would be rounded, or igraph is missing.
     """
     _check_request(collective, trees, overlap)
     if len(network.ranks) == 1:
@@ -157,28 +160,30 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         k, per_unit = whole_trees(graph, best.ratio)
     else:
         k, per_unit = trees, best_unit(graph, best.ratio, trees)
-    made = _both_ways(whole(graph, per_unit), network, [k] * graph.ranks, collective, symmetry)
+    packed = _both_ways(whole(graph, per_unit), network, [k] * graph.ranks, collective, symmetry)
     return _checked(Schedule(
         collective, network, best.ratio * graph.scale,
-        frozenset(network.nodes[v] for v in best.cut), k, 1 / (per_unit * graph.scale), made,
+        frozenset(network.nodes[v] for v in best.cut), k, 1 / (per_unit * graph.scale), packed,
         fixed=trees is not None))
 
 
 def _check_request(collective: str, trees: int | None, overlap: bool) -> None:
     if collective not in COLLECTIVES:
-        raise ValueError(f"collective {short(collective)} is none of {', '.join(COLLECTIVES)}")
+        raise ValueError(f"collective {short(collective)} is unknown. Choose from "
+                         f"{', '.join(COLLECTIVES)}")
     if trees is not None and not 1 <= trees <= MAX_TREES:
         raise ValueError(f"trees={short(trees)} per root must be from 1 to {MAX_TREES}")
     if overlap and collective != "all_reduce":
-        raise ValueError(f"overlap=True with {collective}, which has one part; use all_reduce")
+        raise ValueError(f"overlap=True is not possible with {collective}, which has one part. "
+                         "Use all_reduce")
     if overlap and trees is not None:
-        raise ValueError(f"overlap=True with trees={trees}: roots have unequal numbers of trees "
-                         "then; leave trees out")
+        raise ValueError(f"overlap=True cannot be combined with trees={trees}, because roots then "
+                         "have different numbers of trees. Omit trees")
 
 
 def _overlapped(network: Network, graph: Graph, symmetry: bool) -> Schedule:
     shares = best_shares(graph)
-    # whole trees: of every root, and over half of every wire
+    # each root needs a whole number of trees, and so does half of every wire
     per_unit = 1 / _common([*shares.roots, *(Fraction(c, 2) for c in graph.capacity.values())])
     roots = [int(share * per_unit) for share in shares.roots]
     counted = Graph(graph.ranks, graph.nodes, {
@@ -191,7 +196,7 @@ def _overlapped(network: Network, graph: Graph, symmetry: bool) -> Schedule:
 
 
 def _common(numbers: Iterable[Fraction]) -> Fraction:
-    """The largest fraction of which all are multiples."""
+    """Return the largest fraction that divides all numbers."""
     numbers = list(numbers)
     below = lcm(*(n.denominator for n in numbers))
     return Fraction(gcd(*(int(n * below) for n in numbers)), below)
@@ -204,8 +209,9 @@ def _checked(schedule: Schedule) -> Schedule:
 
 def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
                collective: str, symmetry: bool) -> tuple[Tree, ...]:
-    """The trees of a collective: outward ones, and inward ones as outward ones of the network with
-    its wires turned round.
+    """Return the trees of a collective.
+
+    Inward trees are computed as outward trees of the network with all wires reversed.
     """
     outward, inward = [], []
     turned = counted.reversed()
@@ -213,8 +219,8 @@ def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
     if collective != "reduce_scatter":
         outward = _trees(counted, network, roots, symmetry)
     if collective != "all_gather":
-        made = outward if same and outward else _trees(turned, network, roots, symmetry)
-        inward = [tree.reversed() for tree in made]
+        reverse_trees = outward if same and outward else _trees(turned, network, roots, symmetry)
+        inward = [tree.reversed() for tree in reverse_trees]
     if inward and outward and not same:
         inward, outward = _paired(inward, outward)
     return (*inward, *outward)
@@ -229,12 +235,12 @@ def _alone(network: Network, collective: str, trees: int | None, overlap: bool) 
 
 
 def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: bool) -> list[Tree]:
-    """Outward spanning trees, of each root as many as stated, with their physical paths."""
+    """Return outward spanning trees, as many as stated for each root, with physical paths."""
     alike = symmetry and len(set(roots)) == 1
     if alike and (parts := find_parts(counted)) is not None:
-        made = trees_by_parts(counted, network.nodes, parts, roots[0])
-        if made is not None:
-            return made
+        trees = trees_by_parts(counted, network.nodes, parts, roots[0])
+        if trees is not None:
+            return trees
     split = Splitting(counted, roots)
     split.run()
     named = Naming(network, split)
@@ -244,7 +250,7 @@ def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: boo
 
 
 class Naming:
-    """Gives the edges of trees their physical paths, each with what capacity it has."""
+    """Assigns physical paths to the edges of trees, within the capacity of the paths."""
 
     def __init__(self, network: Network, split: Splitting) -> None:
         self._names, self._pools = network.nodes, split.paths
@@ -252,7 +258,7 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """A tree; its edges take their paths away from those that follow."""
+        """Return a tree with paths. The paths are removed from the pool for later trees."""
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 
@@ -276,18 +282,18 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
     return iter(sorted(edges, key=lambda edge: depth[edge[0]]))
 
 
-# -- all-reduce: an outward tree for each inward one
+# All-reduce: an outward tree for each inward tree.
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Trees of which the i-th of both have the same root and weight: split where they have not.
+    """Split trees such that the i-th inward and the i-th outward tree have equal root and weight.
 
-    The weights of each root have the same sum in both.
+    The weights of each root must have the same sum in both directions.
     """
     waiting: dict[int, list[Tree]] = defaultdict(list)
     for tree in reversed(outward):
         waiting[tree.root].append(tree)
-    found: tuple[list[Tree], list[Tree]] = [], []
+    pairs: tuple[list[Tree], list[Tree]] = [], []
     for tree in inward:
         while tree is not None:
             other = waiting[tree.root].pop()
@@ -296,13 +302,13 @@ def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree]
             second, rest = _split(other, weight)
             if rest is not None:
                 waiting[rest.root].append(rest)
-            found[0].append(first)
-            found[1].append(second)
-    return found
+            pairs[0].append(first)
+            pairs[1].append(second)
+    return pairs
 
 
 def _split(tree: Tree, weight: int) -> tuple[Tree, Tree | None]:
-    """`weight` of a tree, and what is left of it."""
+    """Split off `weight` of a tree, and return both parts."""
     if tree.weight == weight:
         return tree, None
     halves: tuple[list[Edge], list[Edge]] = [], []

@@ -1,8 +1,8 @@
-"""Programs as MSCCL XML, which the MSCCL runtime (also in RCCL) carries out on GPUs.
+"""Conversion of programs to MSCCL XML, which the MSCCL runtime (also in RCCL) executes on GPUs.
 
-Each GPU has thread blocks that send to one peer or receive from one peer, never both, and take
-their steps in one order that all GPUs share. So a step waits only for steps that come before it in
-that order: the first one that is left can always run, however small the buffers between GPUs are.
+Each GPU has thread blocks that either send to one peer or receive from one peer, and run their
+steps in an order that all GPUs share. Therefore a step waits only for steps that come earlier in
+this order. The first remaining step can always run, however small the buffers between GPUs are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from xml.etree import ElementTree
 
 from moe_plugin.planner.forest.simulate import Program, ShareMove, starts, verify
 
-# of the runtime: MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS,
-# MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL, MAXCHANNELS, MSCCL_MAX_COUNT (a count is below it),
-# MSCCL_MAX_NODES of its parser
+# Limits of the runtime: MSCCL_MAX_NUM_STEPS, MSCCL_MAX_NUM_THREAD_BLOCKS,
+# MSCCL_MAX_NUM_THREAD_BLOCKS_PER_CHANNEL, MAXCHANNELS, MSCCL_MAX_COUNT (counts must be smaller),
+# and MSCCL_MAX_NODES of its parser.
 MAX_STEPS, MAX_BLOCKS, MAX_PEERS, MAX_CHANNELS, MAX_COUNT, MAX_NODES = 256, 216, 32, 32, 72, 4096
 NAMES = {"all_gather": "allgather", "reduce_scatter": "reducescatter", "all_reduce": "allreduce"}
 
@@ -25,10 +25,10 @@ NAMES = {"all_gather": "allgather", "reduce_scatter": "reducescatter", "all_redu
 @dataclass
 class _Step:
     kind: str
-    source: tuple[str, int]  # buffer and offset
+    source: tuple[str, int]  # (buffer, offset)
     target: tuple[str, int]
     count: int
-    after: _Step | None = None  # of another thread block
+    after: _Step | None = None  # a step of another thread block
     block: _Block | None = None
     index: int = 0
     awaited: bool = False
@@ -45,11 +45,11 @@ class _Block:
 
 @dataclass
 class _Gpu:
-    """A GPU's thread blocks.
+    """Thread blocks of a GPU.
 
     Attributes:
-        last: by piece, the step that made what the piece is here so far.
-        place: by piece, buffer and offset where that is.
+        last: by piece, the last step that wrote the GPU's copy of the piece.
+        place: by piece, the buffer and offset of the GPU's copy.
     """
 
     blocks: dict[tuple[int, int, int], _Block] = field(default_factory=dict)
@@ -58,12 +58,12 @@ class _Gpu:
     scratch: int = 0
 
     def add(self, step: _Step, send: int, receive: int, channel: int) -> _Step:
-        """Put a step behind the others of its thread block."""
+        """Append a step to its thread block."""
         key = send, receive, channel
         step.block = self.blocks.setdefault(key, _Block(*key, len(self.blocks)))
         step.index = len(step.block.steps)
         if step.after is not None and step.after.block is step.block:
-            step.after = None  # in order anyway
+            step.after = None  # steps of a thread block run in order
         if step.after is not None:
             step.after.awaited = True
         step.block.steps.append(step)
@@ -71,13 +71,14 @@ class _Gpu:
 
 
 def to_msccl(program: Program) -> str:
-    """A program as the text of an XML file, in place and out of place.
+    """Return a program as the text of an XML file that works in place and out of place.
 
-    Routes are left out: between two GPUs, the runtime's transport knows the way. The result is cut
-    into so many equal chunks that each piece has a whole number of them; the runtime applies the
-    file to results that divide by that number.
+    Routes are omitted, because the runtime's transport knows the path between two GPUs. The result
+    is divided into equal chunks such that each piece has a whole number of chunks. The runtime
+    applies the file only to results whose size is divisible by the number of chunks.
 
-    Raises: ValueError: what `verify` raises; more steps or thread blocks than the runtime allows.
+    Raises:
+        ValueError: if `verify` fails, or if the runtime's limits are exceeded.
     """
     verify(program)
     channels = 1
@@ -92,13 +93,13 @@ def to_msccl(program: Program) -> str:
 
 
 class _Compiler:
-    """The steps of all GPUs."""
+    """Steps of all GPUs."""
 
     def __init__(self, program: Program, channels: int) -> None:
         self.program, self.channels = program, channels
         self.phases = 2 if program.collective == "all_reduce" else 1
         ranks = len(program.network.ranks)
-        # equal chunks of which each piece, and each rank's part of the result, has a whole number
+        # each piece, and each rank's part of the result, needs a whole number of equal chunks
         unit = lcm(ranks, *(share.denominator for share in program.shares))
         parts = [int(share * unit) for share in program.shares]
         common = gcd(unit // ranks, *parts)
@@ -119,7 +120,7 @@ class _Compiler:
             self._add(program.moves[index])
 
     def _offsets(self) -> list[int]:
-        """Of each piece in the result, in chunks: one after another, within its root's part."""
+        """Return the offset of each piece in chunks; pieces of a root are consecutive."""
         free = {root: root * self.shard for root in self.program.roots}
         if self.program.collective == "all_reduce":
             free = dict.fromkeys(free, 0)
@@ -136,8 +137,8 @@ class _Compiler:
             gpu.add(_Step("cpy", source, target, count), -1, -1, 0)
 
     def _add(self, move: ShareMove) -> None:
-        """Send and receive one piece."""
-        here, there = self.gpus[move.source], self.gpus[move.target]
+        """Add the steps that send and receive one piece."""
+        here, receiver = self.gpus[move.source], self.gpus[move.target]
         channel = move.piece % self.channels
         if self.phases == 2 and not move.sums:
             channel += self.channels
@@ -145,17 +146,17 @@ class _Compiler:
         kind, after = "r", None
         have = place = "o", self.offsets[move.piece]
         if move.sums:
-            kind, after, have = "rrc", there.last.get(move.piece), there.place[move.piece]
+            kind, after, have = "rrc", receiver.last.get(move.piece), receiver.place[move.piece]
             place = have if have[0] != "i" else self._sum_place(move)
         for start, _, count in self._parts(source, source, move.piece):
             here.add(_Step("s", start, start, count, here.last.get(move.piece)), move.target, -1,
                      channel)
         for start, end, count in self._parts(have, place, move.piece):
-            last = there.add(_Step(kind, start, end, count, after), -1, move.source, channel)
-        there.last[move.piece], there.place[move.piece] = last, place
+            last = receiver.add(_Step(kind, start, end, count, after), -1, move.source, channel)
+        receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
-        """Where the target keeps its sum: the root in the result, others in scratch memory."""
+        """Return where the target stores its sum: the result for the root, else scratch memory."""
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:
             first = self.shard * move.target if self.phases == 1 else 0
@@ -165,7 +166,7 @@ class _Compiler:
 
     def _parts(self, source: tuple[str, int], target: tuple[str, int], piece: int
                ) -> Iterator[tuple[tuple[str, int], tuple[str, int], int]]:
-        """A piece in steps of as many chunks as one may have."""
+        """Yield a piece in steps of at most `MAX_COUNT` - 1 chunks."""
         for done in range(0, self.counts[piece], MAX_COUNT - 1):
             yield ((source[0], source[1] + done), (target[0], target[1] + done),
                    min(MAX_COUNT - 1, self.counts[piece] - done))
@@ -179,13 +180,13 @@ def _check_limits(compiled: _Compiler, most: int) -> None:
             peers[rank, block.channel, block.send >= 0] += block.send >= 0 or block.receive >= 0
     nodes = 1 + len(compiled.gpus) + max(
         sum(1 + len(block.steps) for block in gpu.blocks.values()) for gpu in compiled.gpus)
-    for what, found, limit in (("steps in a thread block", most, MAX_STEPS),
-                               ("thread blocks on a GPU", blocks, MAX_BLOCKS),
-                               ("lines for a GPU", nodes, MAX_NODES),
-                               ("peers in a channel", max(peers.values(), default=0), MAX_PEERS)):
-        if found > limit:
-            raise ValueError(f"MSCCL runs at most {limit} {what}, this schedule needs {found}; "
-                             "plan fewer trees (--trees 1) or fewer ranks")
+    for what, number, limit in (("steps in a thread block", most, MAX_STEPS),
+                                ("thread blocks on a GPU", blocks, MAX_BLOCKS),
+                                ("lines for a GPU", nodes, MAX_NODES),
+                                ("peers in a channel", max(peers.values(), default=0), MAX_PEERS)):
+        if number > limit:
+            raise ValueError(f"MSCCL supports at most {limit} {what}, but this schedule needs "
+                             f"{number}. Plan fewer trees (--trees 1) or fewer ranks")
 
 
 def _text(compiled: _Compiler) -> str:

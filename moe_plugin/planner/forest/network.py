@@ -1,4 +1,4 @@
-"""A network as a directed graph: ranks, switches and wires with exact bandwidths."""
+"""Networks as directed graphs: ranks, switches, and wires with exact bandwidths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moe_plugin.planner.cluster import Cluster, Link
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.yaml_file import read_yaml
 
-# more than any schedule is made for, so that a file cannot ask for memory without bound
+# larger than any network that is scheduled, so that a file cannot request unbounded memory
 MAX_NODES = 1 << 16
-# GB/s: exact arithmetic is fast only while numbers fit machine words
+# limits in GB/s: exact arithmetic is fast only while numbers fit into machine words
 SLOWEST, FASTEST = Fraction(1, 10**9), Fraction(10**9)
 _NUMBER = re.compile(r"[0-9]{1,40}(\.[0-9]{1,12})?(/[0-9]{1,40})?")
 _KEYS = ("name", "ranks", "switches", "links", "one_way")
-_DIGITS = 3  # significant ones of a measured bandwidth; more only make more trees
+_DIGITS = 3  # significant digits of a measured bandwidth; more digits only produce more trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class Wire:
     """One direction of a link.
 
     Attributes:
-        bandwidth: GB/s (10^9 bytes).
-        alpha_s: seconds of each message.
+        source, target: names of the nodes.
+        bandwidth: GB/s (10^9 bytes per second).
+        alpha_s: fixed seconds of each message.
     """
 
     source: str
@@ -39,20 +40,23 @@ class Wire:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Source and target."""
+        """Names of source and target."""
         return self.source, self.target
 
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks, switches and the wires between them.
+    """Ranks, switches, and the wires between them.
 
     Attributes:
-        ranks: nodes that compute; rank i is ranks[i].
-        switches: nodes that only forward.
-        wires: one direction each, at most one from a node to another.
-    Raises: ValueError: a node twice, a wire that does not fit, a node whose wires in and out have
-        different bandwidth in total, nodes that do not reach each other.
+        name: name of the network.
+        ranks: nodes that compute. Rank i is ranks[i].
+        switches: nodes that only forward data.
+        wires: wires, at most one from each node to each other node.
+
+    Raises:
+        ValueError: if a node occurs twice, a wire is invalid, a node's total bandwidth differs
+            between both directions, or nodes cannot reach each other.
     """
 
     name: str
@@ -65,49 +69,52 @@ class Network:
         if not self.ranks:
             raise ValueError(f"{where} has 0 ranks; it needs at least 1")
         if len(self.nodes) > MAX_NODES:
-            raise ValueError(f"{where} has {len(self.nodes)} nodes, more than {MAX_NODES}; plan a "
-                             "part of it")
+            raise ValueError(f"{where} has {len(self.nodes)} nodes, more than the limit of "
+                             f"{MAX_NODES}. Plan a part of the network")
         twice = [node for node, count in Counter(self.nodes).items() if count > 1]
         if twice:
-            raise ValueError(f"{where}: node {short(twice[0])} is there twice; give each rank and "
-                             "switch a name of its own")
+            raise ValueError(f"{where}: node {short(twice[0])} occurs twice. Assign a unique name "
+                             "to each rank and switch")
         _check_wires(self, where)
         _check_balance(self, where)
         _check_connected(self, where)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Ranks, then switches."""
+        """Names of all ranks, followed by all switches."""
         return self.ranks + self.switches
 
     def out_of(self, nodes: Iterable[str]) -> Fraction:
-        """Bandwidth that leaves a set of nodes, GB/s."""
+        """Return the bandwidth that leaves a set of nodes, in GB/s."""
         inside = set(nodes)
         return sum((w.bandwidth for w in self.wires
                     if w.source in inside and w.target not in inside), Fraction(0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `from_dict` reads, bandwidths as "p/q"."""
+        """Return plain values for `from_dict`, with bandwidths as "p/q"."""
         return {"name": self.name, "ranks": list(self.ranks), "switches": list(self.switches),
                 "one_way": [[w.source, w.target, str(w.bandwidth), w.alpha_s] for w in self.wires]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "network") -> Network:
-        """A network from plain values.
+        """Create a network from plain values.
 
         Args:
-            values: name; ranks and switches: a list of names or a number of them (0, 1, ... and s0,
-                s1, ...); links: [a, b, GB/s] or [a, b, GB/s, alpha_s], both directions; one_way:
-                the same, from a to b only. GB/s: a number or a text such as "25/2".
-            where: what errors call the values.
-        Raises: ValueError: unknown keys, wrong types, or values that `Network` refuses.
+            values: mapping with the keys name, ranks, switches, links and one_way. ranks and
+                switches are a list of names or a number (names 0, 1, ... and s0, s1, ...). links
+                contains [a, b, GB/s] or [a, b, GB/s, alpha_s] for both directions, and one_way the
+                same for the direction from a to b only. GB/s is a number or a text such as "25/2".
+            where: name of the values in error messages.
+
+        Raises:
+            ValueError: if keys are unknown, types are wrong, or `Network` rejects the values.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where} must be a mapping with {', '.join(_KEYS)}; got "
+            raise ValueError(f"{where} must be a mapping with the keys {', '.join(_KEYS)}, got "
                              f"{short(values)}")
         unknown = [key for key in values if key not in _KEYS]
         if unknown:
-            raise ValueError(f"{where}: unknown key {short(unknown[0])}; known keys: "
+            raise ValueError(f"{where}: unknown key {short(unknown[0])}. Known keys: "
                              f"{', '.join(_KEYS)}")
         wires = []
         for key in ("links", "one_way"):
@@ -122,20 +129,23 @@ class Network:
 
     @classmethod
     def load(cls, path: str | Path) -> Network:
-        """Read a YAML file of what `from_dict` takes; `ValueError` if it cannot."""
+        """Read a YAML file with the values that `from_dict` accepts.
+
+        Raises:
+            ValueError: if the file cannot be read or describes no valid network.
+        """
         values = read_yaml(path, "network file", "see docs/collectives.md for an example")
         return cls.from_dict({"name": Path(path).stem, **values},
                              f"network file {short(str(path))}")
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> Network:
-        """The network of a cluster file: a switch in each node, network cards, and one switch
-        between all cards.
+        """Return the network of a cluster: a switch per node, network cards, and a global switch.
 
-        A rank reaches its node's switch at the bandwidth of `intra`, and the card that it shares
-        with others at the bandwidth of `inter`; with more cards than ranks it has several.
-        Bandwidths are rounded to 3 digits; alpha and the fixed seconds of a round are paid where a
-        message leaves a rank.
+        A rank reaches its node's switch at the bandwidth of `intra`, and its network card at the
+        bandwidth of `inter`. Ranks share a card if there are fewer cards than ranks, and a rank has
+        several cards if there are more. Bandwidths are rounded to 3 digits. Alpha and the fixed
+        seconds of a round are charged where a message leaves a rank.
         """
         ranks, switches, wires = [], [], []
 
@@ -167,11 +177,16 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """The network of these ranks alone (indices), in this order, with all switches that they reach.
+    """Return the network of these ranks alone, in this order, with all switches that they reach.
 
-    Other ranks forward nothing, so their wires are left out.
+    Other ranks forward no data, so their wires are omitted.
 
-    Raises: ValueError: what is left is not connected, or not balanced.
+    Args:
+        network: the whole network.
+        ranks: indices of the ranks.
+
+    Raises:
+        ValueError: if the remaining network is not connected or not balanced.
     """
     kept = tuple(network.ranks[rank] for rank in ranks)
     if kept == network.ranks:
@@ -185,26 +200,28 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
 
 
 def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
-    """A path of fewest wires from a node to each other one, by its end; among equal ones that whose
-    wires come first in the network.
+    """Return a path with the fewest wires from a node to each other node, by target.
+
+    Among equally short paths, wires that come first in the network are preferred.
     """
     after: dict[str, list[str]] = {name: [] for name in network.nodes}
     for wire in network.wires:
         after[wire.source].append(wire.target)
     paths, border = {node: (node,)}, deque([node])
     while border:
-        here = border.popleft()
-        for there in after[here]:
-            if there not in paths:
-                paths[there] = (*paths[here], there)
-                border.append(there)
+        current = border.popleft()
+        for neighbour in after[current]:
+            if neighbour not in paths:
+                paths[neighbour] = (*paths[current], neighbour)
+                border.append(neighbour)
     return paths
 
 
 def parse_fraction(value: Any, where: str) -> Fraction:
-    """An exact number from an integer, a float as written, or a text such as "25/2".
+    """Return an exact number from an integer, a float, or a text such as "25/2".
 
-    Raises: ValueError: it is none, or has more digits than any bandwidth.
+    Raises:
+        ValueError: if the value is not a number, or has more digits than any bandwidth.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         text = repr(value) if abs(value) < 10**15 else ""
@@ -216,21 +233,21 @@ def parse_fraction(value: Any, where: str) -> Fraction:
         raise ValueError(f"{where} is {short(value)}; write a number such as 25, 12.5 or 25/2")
     above, _, below = text.partition("/")
     if below and not int(below):
-        raise ValueError(f"{where} is {short(value)}: a division by 0; correct it")
+        raise ValueError(f"{where} is {short(value)}, a division by 0; correct the number")
     return Fraction(above) / int(below or 1)
 
 
 def _rate(cluster: Cluster, name: str) -> Fraction:
     link: Link = getattr(cluster, name)
     if not link.beta_s:
-        raise ValueError(f"cluster {short(cluster.name)}: {name}.beta_s=0 is a link of infinite "
-                         "bandwidth; calibrate the cluster or write its seconds per byte")
+        raise ValueError(f"cluster {short(cluster.name)}: {name}.beta_s=0 means infinite "
+                         "bandwidth. Calibrate the cluster or write the seconds per byte")
     return Fraction(f"{1e-9 / link.beta_s:.{_DIGITS - 1}e}")
 
 
 def _list(value: Any, where: str) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{where} is {short(value)}; write a list")
+        raise ValueError(f"{where} is {short(value)}, but it must be a list")
     return value
 
 
@@ -244,7 +261,7 @@ def _names(value: Any, where: str, prefix: str) -> tuple[str, ...]:
 
 def _name(value: Any, where: str) -> str:
     if not isinstance(value, (str, int)) or isinstance(value, bool) or value == "":
-        raise ValueError(f"{where} is {short(value)}; write a node's name")
+        raise ValueError(f"{where} is {short(value)}; write the name of a node")
     return str(value)
 
 
@@ -253,7 +270,7 @@ def _wire(link: Any, where: str) -> Wire:
         raise ValueError(f"{where} is {short(link)}; write [a, b, GB/s] or [a, b, GB/s, alpha_s]")
     alpha_s = link[3] if len(link) == 4 else 0.0
     if not isinstance(alpha_s, (int, float)) or isinstance(alpha_s, bool):
-        raise ValueError(f"{where}: alpha_s is {short(alpha_s)}; write seconds of each message")
+        raise ValueError(f"{where}: alpha_s is {short(alpha_s)}; write the seconds of each message")
     return Wire(_name(link[0], where), _name(link[1], where),
                 parse_fraction(link[2], f"{where}: bandwidth"), alpha_s)
 
@@ -264,19 +281,19 @@ def _check_wires(network: Network, where: str) -> None:
         which = f"{where}: wire {short(wire.source)} to {short(wire.target)}"
         for end in wire.ends:
             if end not in nodes:
-                raise ValueError(f"{which}: {short(end)} is neither a rank nor a switch; add it or "
-                                 "correct the name")
+                raise ValueError(f"{which}: {short(end)} is neither a rank nor a switch. Add the "
+                                 "node or correct the name")
         if wire.source == wire.target:
-            raise ValueError(f"{which} ends where it begins; leave it out")
+            raise ValueError(f"{which} connects a node with itself; remove it")
         if not SLOWEST <= wire.bandwidth <= FASTEST:
             raise ValueError(f"{which}: bandwidth {short(wire.bandwidth)} GB/s must be from "
-                             f"{float(SLOWEST):g} to {float(FASTEST):g}; correct it or leave the "
-                             "wire out")
+                             f"{float(SLOWEST):g} to {float(FASTEST):g}. Correct the bandwidth or "
+                             "remove the wire")
         if not 0 <= wire.alpha_s <= 1e9:
             raise ValueError(f"{which}: alpha_s {short(wire.alpha_s)} must be seconds from 0 to "
-                             "1e9; correct it")
+                             "1e9; correct the value")
         if wire.ends in seen:
-            raise ValueError(f"{which} is there twice; write one wire with the sum of both "
+            raise ValueError(f"{which} occurs twice. Write one wire with the sum of both "
                              "bandwidths")
         seen.add(wire.ends)
 
@@ -289,22 +306,22 @@ def _check_balance(network: Network, where: str) -> None:
     for node in network.nodes:
         if leaving[node] != entering[node]:
             raise ValueError(
-                f"{where}: node {short(node)} receives {entering[node]} GB/s and sends "
-                f"{leaving[node]} GB/s, which must be equal; correct its wires")
+                f"{where}: node {short(node)} receives {entering[node]} GB/s but sends "
+                f"{leaving[node]} GB/s. Both must be equal; correct its wires")
 
 
 def _check_connected(network: Network, where: str) -> None:
-    # where each node sends as much as it receives, a path one way means a path back
+    # if each node sends as much as it receives, a path in one direction implies a path back
     first = network.nodes[0]
     reached = _reached(network.wires, first)
     for node in network.nodes:
         if node not in reached:
-            raise ValueError(f"{where}: nothing connects {short(first)} with {short(node)}; add "
-                             "wires or leave the node out")
+            raise ValueError(f"{where}: no path connects {short(first)} with {short(node)}. Add "
+                             "wires or remove the node")
 
 
 def _reached(wires: Iterable[Wire], first: str) -> set[str]:
-    """Nodes that wires lead to from one, itself included."""
+    """Return the nodes that can be reached from a node, including the node itself."""
     neighbours: dict[str, list[str]] = defaultdict(list)
     for wire in wires:
         neighbours[wire.source].append(wire.target)

@@ -1,10 +1,11 @@
-"""The least time of a collective: the cut of a network that lets data through most slowly.
+"""Least time of a collective: the cut through which a network passes data most slowly.
 
-From a set S of nodes, one shard of each of its ranks must leave, through bandwidth B(S), unless S
-has all ranks: 1/x* = max over S of (ranks in S) / B(S), seconds per GB of a shard. A rate x is
-possible where every rank can receive x from all ranks at once, which max-flows tell; where one
-fails, its min-cut is a slower S, and the search goes on at that one's rate. Cuts only get slower,
-so that each rank is asked until it succeeds, once more than cuts are found.
+One shard of each rank in a set S of nodes must leave S through its bandwidth B(S), unless S
+contains all ranks. Hence 1/x* = max over S of (ranks in S) / B(S), in seconds per GB of a shard. A
+rate x is possible if every rank can receive x from all ranks at the same time, which max-flows
+decide. If a max-flow is too small, its min-cut is a slower set S, and the search continues at the
+rate of that set. Cuts only get slower, so each rank is tested until it succeeds, and each cut that
+is found costs one additional test.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from moe_plugin.planner.forest.network import Network
 
 @dataclass(frozen=True)
 class Graph:
-    """A network with integers.
+    """A network with integer capacities.
 
     Attributes:
-        ranks: nodes 0 to ranks - 1; switches follow, up to nodes - 1.
-        capacity: by (from, to).
-        scale: integer units in 1 GB/s.
+        ranks: number of ranks, which are the nodes 0 to ranks - 1.
+        nodes: number of nodes. Switches follow the ranks.
+        capacity: capacity of each arc (from, to).
+        scale: number of integer units in 1 GB/s.
     """
 
     ranks: int
@@ -37,7 +39,7 @@ class Graph:
 
     @classmethod
     def of(cls, network: Network) -> Graph:
-        """The graph of a network, in units in which all its bandwidths are integers."""
+        """Return the graph of a network, in units in which all bandwidths are integers."""
         index = {name: i for i, name in enumerate(network.nodes)}
         scale = lcm(*(wire.bandwidth.denominator for wire in network.wires))
         return cls(len(network.ranks), len(index), {
@@ -45,7 +47,7 @@ class Graph:
             for w in network.wires}, scale)
 
     def reversed(self) -> Graph:
-        """The graph with every arc turned round."""
+        """Return the graph with every arc reversed."""
         return Graph(self.ranks, self.nodes, {(b, a): c for (a, b), c in self.capacity.items()},
                      self.scale)
 
@@ -56,7 +58,7 @@ class Optimum:
 
     Attributes:
         ratio: 1/x*, in seconds per unit of the graph's scale.
-        cut: nodes that prove it.
+        cut: nodes that prove the bound.
     """
 
     ratio: Fraction
@@ -64,7 +66,7 @@ class Optimum:
 
 
 def optimum(graph: Graph) -> Optimum:
-    """1/x* and a cut that proves it. The graph has 2 ranks or more, all connected."""
+    """Return 1/x* and a cut that proves it. The graph needs at least 2 ranks, all connected."""
     entering: dict[int, int] = defaultdict(int)
     for (_, target), capacity in graph.capacity.items():
         entering[target] += capacity
@@ -74,8 +76,8 @@ def optimum(graph: Graph) -> Optimum:
     arcs = list(graph.capacity)
     flows = Flows(graph.nodes + 1, [*arcs, *((graph.nodes, v) for v in range(graph.ranks))])
     done: set[int] = set()
-    # spread over the ranks: where the first of each part of the network fail, the rest are soon
-    # found to be in order
+    # every rank is tested with the best ratio so far; ranks in `done` count as sources, so most
+    # later tests succeed at once
     for rank in range(graph.ranks):
         while (slower := _slower(graph, flows, best.ratio, done, rank)) is not None:
             best = slower
@@ -85,7 +87,7 @@ def optimum(graph: Graph) -> Optimum:
 
 def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
             rank: int) -> Optimum | None:
-    """A cut with a larger ratio that keeps data from `rank`, not from those that are done."""
+    """Return a cut with a larger ratio that separates `rank` from ranks that are not done."""
     p, q = ratio.as_integer_ratio()
     need = q * graph.ranks
     inside = [capacity * p for capacity in graph.capacity.values()]
@@ -100,35 +102,38 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 
 
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
-    """k, the least number of trees per root at full rate, and how many of them one unit of
-    capacity carries.
+    """Return k and the number of trees per unit of capacity.
+
+    k is the least number of trees per root with which the full rate is reached.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
     return q // divisor, Fraction(p, divisor)
 
 
-# -- with a given number of trees per root, which share a wire only in whole trees
+# A given number of trees per root, which share a wire only in whole trees.
 
 
 def whole(graph: Graph, per_unit: Fraction) -> Graph:
-    """The graph with the number of trees that each arc carries, `per_unit` for each unit of
-    capacity, rounded down; each node sends as many as it receives.
+    """Return the graph with the number of trees that each arc can carry.
+
+    Each unit of capacity carries `per_unit` trees, and the number of each arc is rounded down. Arcs
+    are then reduced until each node sends as many trees as it receives.
     """
     counts = {arc: int(c * per_unit) for arc, c in graph.capacity.items()}
     return _balanced(Graph(graph.ranks, graph.nodes, counts, graph.scale))
 
 
 def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
-    """The fewest trees that a unit of capacity has to carry, so that each root has `trees`.
+    """Return the fewest trees per unit of capacity with which each root can have `trees` trees.
 
-    It is at least ratio * trees, and it is reached where some arc can carry one tree more: those
-    steps are searched by halves.
+    The result is at least ratio * trees. At the result some arc can carry one more tree, so only
+    such values are searched, by bisection.
 
     Args:
-        graph: whose capacities are rounded to whole trees.
+        graph: graph whose capacities are rounded to whole trees.
         ratio: 1/x*, in the graph's units.
-        trees: per root.
+        trees: number of trees per root.
     """
     low, roots = ratio * trees, [trees] * graph.ranks
 
@@ -148,7 +153,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """The graph with as much less on some arcs as makes every node send what it receives."""
+    """Reduce arcs by a flow that makes every node send as much as it receives."""
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():
         surplus[source] += count

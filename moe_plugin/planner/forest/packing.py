@@ -1,9 +1,10 @@
 """Packs spanning trees into a graph of ranks (the constructive proof of Edmonds' theorem).
 
-Trees grow edge by edge. A tree may take an edge x -> y as long as, for every set of ranks that has
-y and not x, enough capacity enters it for all trees that are not in it yet: a max-flow from x to y
-says how many trees may. Where that is fewer than are left of the tree, it splits into two. A set
-with nothing to spare stays one, so that an edge is asked for at most once per tree.
+Trees grow edge by edge. A tree may use an edge x -> y as long as every set of ranks with y and
+without x keeps enough incoming capacity for all trees that are not in the set yet. A max-flow from
+x to y determines how many trees may use the edge. If that is less than the weight of the tree, the
+tree is split into two. A set without spare capacity never regains any, so an edge is tested at most
+once per tree.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ Arc = tuple[int, int]
 
 @dataclass
 class Partial:
-    """A tree that grows.
+    """A growing tree.
 
     Attributes:
-        nodes: ranks in it, in the order in which they came.
-        blocked: edges that it can never take.
+        root: rank of the root.
+        weight: number of equal trees that this tree represents.
+        nodes: ranks of the tree, in the order in which they were added.
+        edges: edges of the tree.
+        blocked: edges that the tree can never use.
     """
 
     root: int
@@ -33,7 +37,7 @@ class Partial:
     blocked: set[Arc] = field(default_factory=set)
 
     def split(self, weight: int) -> Partial:
-        """Keep `weight` of it; the rest is returned as a tree of its own."""
+        """Reduce this tree to `weight`, and return the rest as a separate tree."""
         rest = Partial(self.root, self.weight - weight, list(self.nodes), list(self.edges),
                        set(self.blocked))
         self.weight = weight
@@ -41,11 +45,12 @@ class Partial:
 
 
 def pack(ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> list[Partial]:
-    """Spanning trees: of each root as many as it has to have, of each edge as many as its capacity.
+    """Return spanning trees that use each edge at most as often as its capacity.
 
     Args:
         ranks: number of nodes.
-        capacity: of each edge; every rank can receive from all roots at once (`flow.Demand`).
+        capacity: capacity of each edge. Every rank must be able to receive from all roots at the
+            same time (`flow.Demand`).
         roots: number of trees of each rank.
     """
     return _Packing(ranks, capacity, roots).run()
@@ -56,18 +61,18 @@ class _Packing:
         self._ranks = ranks
         self._arcs = list(capacity)
         self._left = [capacity[arc] for arc in self._arcs]
-        self._out: dict[int, list[tuple[int, int]]] = defaultdict(list)  # target, index of arc
+        self._out: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (target, index of arc)
         for index, (source, target) in enumerate(self._arcs):
             self._out[source].append((target, index))
         total = sum(roots)
         check_exact(self._left, total * 4 * (ranks + 1))
-        self._starts = list(roots)  # weights of trees of one node, by root
-        self._waiting: list[Partial] = []  # trees that have edges
-        self._others = total  # weight of all of these
+        self._starts = list(roots)  # weight of the trees that consist of a single node, by root
+        self._waiting: list[Partial] = []  # unfinished trees that have edges
+        self._others = total  # total weight of `_starts` and `_waiting`
         self._flows: Flows | None = None
 
     def run(self) -> list[Partial]:
-        """All trees."""
+        """Return all trees."""
         done: list[Partial] = []
         for root in range(self._ranks):
             if not self._starts[root]:
@@ -84,7 +89,7 @@ class _Packing:
         return done
 
     def _grow(self, tree: Partial) -> None:
-        """Add an edge: of the earliest node that has one to spare, the widest."""
+        """Add the widest possible edge of the earliest node that has a possible edge."""
         inside = set(tree.nodes)
         for source in tree.nodes:
             ahead = [(-self._left[arc], target, arc) for target, arc in self._out[source]
@@ -111,7 +116,7 @@ class _Packing:
         tree.edges.append(edge)
 
     def _room(self, source: int, target: int, most: int) -> int:
-        """How many trees may take an edge; at least `most` where there are more."""
+        """Return how many trees may use an edge, or at least `most` if there are more."""
         if self._flows is None:
             more = [(self._ranks, v) for v in range(self._ranks)]
             for index, tree in enumerate(self._waiting):

@@ -1,8 +1,9 @@
-"""Networks by name: `ring:8`, `torus:4x4x4`, `dgx-a100:2`; each is made by one function.
+"""Networks by name, such as `ring:8`, `torus:4x4x4` or `dgx-a100:2`.
 
-Bandwidths are GB/s in one direction, as the makers publish them; latencies are left at zero, since
-they are not published (a network's file can state them). Sources: NVIDIA DGX A100, DGX H100 and DGX
-GB200 user guides; AMD Instinct MI250 in the ROCm documentation; for graphs, their definitions.
+Each kind of network is built by one function. Bandwidths are GB/s in one direction, as published by
+the manufacturers. Latencies are zero because they are not published; a network file can state them.
+Sources: user guides of NVIDIA DGX A100, DGX H100 and DGX GB200; AMD Instinct MI250 in the ROCm
+documentation; definitions of the graphs.
 """
 
 from __future__ import annotations
@@ -19,57 +20,57 @@ from moe_plugin.planner.forest.network import Network, Wire
 from moe_plugin.utils.messages import short
 
 MAX_NODES = 8192
-# GB/s in one direction
+# Bandwidths in GB/s in one direction.
 XGMI = 50  # one Infinity Fabric link: 16 lanes of 25 GT/s
-NIC_MI250 = 16  # per GCD, the value of ForestColl's published evaluation
-# Between the 16 GCDs of eight MI250, by numbers in the node: links of XGMI each. GCDs 2i and 2i + 1
-# share a package. The node is two equal halves of eight GCDs, joined by six links.
+NIC_MI250 = 16  # per GCD, as in ForestColl's published evaluation
+# Links of XGMI between the 16 GCDs of eight MI250, by GCD number in the node. GCDs 2i and 2i + 1
+# share a package. The node consists of two equal halves of eight GCDs, joined by six links.
 PACKAGE_LINKS = 4
 HALF_LINKS = ((0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1), (5, 6, 1), (5, 7, 1))
-JOINING_LINKS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 3))  # of each half, by number in it
+JOINING_LINKS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 3))  # GCD numbers in the two halves
 
 
 @dataclass
 class Builder:
-    """A network under construction: nodes in order, bandwidths by the two ends of a wire."""
+    """A network under construction: nodes in order, and the bandwidth of each pair of nodes."""
 
     ranks: list[str] = field(default_factory=list)
     switches: list[str] = field(default_factory=list)
     wires: dict[tuple[str, str], Fraction] = field(default_factory=dict)
 
     def rank(self, name: str) -> str:
-        """Add a compute node; returns its name."""
+        """Add a compute node and return its name."""
         self.ranks.append(name)
         return name
 
     def switch(self, name: str) -> str:
-        """Add a switch; returns its name."""
+        """Add a switch and return its name."""
         self.switches.append(name)
         return name
 
     def link(self, a: str, b: str, bandwidth: Fraction | int) -> None:
-        """Add wires of `bandwidth` GB/s in both directions; parallel links add up."""
+        """Add wires of `bandwidth` GB/s in both directions. Parallel links add up."""
         for ends in ((a, b), (b, a)):
             self.wires[ends] = self.wires.get(ends, Fraction(0)) + bandwidth
 
     def network(self, name: str) -> Network:
-        """The finished network."""
+        """Return the finished network."""
         return Network(name=name, ranks=tuple(self.ranks), switches=tuple(self.switches),
                        wires=tuple(Wire(*ends, rate) for ends, rate in self.wires.items()))
 
 
-# -- graphs: into a builder, with the GB/s of a link of weight 1
+# Graphs. The functions receive a builder and the GB/s of a link of weight 1.
 
 
 def star(b: Builder, scale: Fraction, ranks: int) -> None:
-    """All ranks at one switch."""
+    """Build a network in which all ranks are connected to one switch."""
     switch = b.switch("switch")
     for i in range(ranks):
         b.link(b.rank(f"r{i}"), switch, scale)
 
 
 def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
-    """Clusters with a switch each (10 per rank), and one switch for all (1 per rank)."""
+    """Build clusters with one switch each (weight 10 per rank) and a global switch (weight 1)."""
     everyone = b.switch("global")
     for c in range(count):
         switch = b.switch(f"c{c}.switch")
@@ -80,33 +81,37 @@ def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
 
 
 def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
-    """A grid of any number of dimensions, linked to the neighbours in each.
+    """Build a grid of any number of dimensions, with links to the neighbours in each dimension.
 
-    wraps: its ends are linked, too: a torus; a dimension of 2 has one link, not two.
+    wraps: whether to link the ends of each dimension, which makes a torus. A dimension of size 2
+    always has one link instead of two.
     """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
-    for at, here in names.items():
+    for at, rank in names.items():
         for axis, size in enumerate(sizes):
             following = at[axis] + 1
             if following < size or (wraps and size > 2):
-                there = (*at[:axis], following % size, *at[axis + 1 :])
-                b.link(here, names[there], scale)
+                position = (*at[:axis], following % size, *at[axis + 1 :])
+                b.link(rank, names[position], scale)
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """2 to the power of `dimensions` ranks; linked are those that differ in one bit."""
+    """Build 2 to the power of `dimensions` ranks, with links between ranks that differ in one bit.
+    """
     mesh(b, scale, *(2,) * dimensions)
 
 
 def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
-    """The three-level fat tree of switches with an even number of ports (Al-Fares et al., 2008):
-    ports ** 3 / 4 ranks, full bisection bandwidth.
+    """Build the three-level fat tree of switches with an even number of ports.
 
-    Raises: ValueError: an odd number of ports.
+    The fat tree has ports ** 3 / 4 ranks and full bisection bandwidth (Al-Fares et al., 2008).
+
+    Raises:
+        ValueError: if the number of ports is odd.
     """
     if ports % 2:
-        raise ValueError(f"fat-tree:{ports}: a fat tree's switches have an even number of ports; "
-                         f"use {ports + 1}")
+        raise ValueError(f"fat-tree:{ports} is not possible, because the switches of a fat tree "
+                         f"have an even number of ports. Use {ports + 1}")
     half = ports // 2
     cores = [[b.switch(f"core{i}.{j}") for j in range(half)] for i in range(half)]
     for pod in range(ports):
@@ -123,8 +128,10 @@ def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
 
 
 def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int) -> None:
-    """Groups of `routers`, linked with each other, with `hosts` ranks and `links` links to other
-    groups each; every two of the routers * links + 1 groups share a link (Kim et al., 2008).
+    """Build a dragonfly network (Kim et al., 2008).
+
+    The `routers` routers of a group are all linked with each other. Each router has `hosts` ranks
+    and `links` links to other groups. Any two of the routers * links + 1 groups share a link.
     """
     groups = routers * links + 1
     names = [[b.switch(f"g{g}.s{r}") for r in range(routers)] for g in range(groups)]
@@ -135,18 +142,20 @@ def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int)
             for other in range(r + 1, routers):
                 b.link(names[g][r], names[g][other], scale)
         for other in range(g + 1, groups):
-            # port p of group g leads to group g + 1 + p
-            here, there = other - g - 1, g - other - 1 + groups
-            b.link(names[g][here // links], names[other][there // links], scale)
+            # port p of group g is connected to group g + 1 + p
+            port, other_port = other - g - 1, g - other - 1 + groups
+            b.link(names[g][port // links], names[other][other_port // links], scale)
 
 
-# -- machines
+# Machines.
 
 
 def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
              outer: int) -> None:
-    """Nodes of `size` GPUs at a switch (`inner` GB/s each); several nodes share a network without
-    a bottleneck of its own, which every GPU reaches through a card (`outer` GB/s).
+    """Build nodes of `size` GPUs that are connected to a switch with `inner` GB/s each.
+
+    Several nodes share a network without bottleneck, which each GPU reaches through a network card
+    with `outer` GB/s.
     """
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
@@ -159,8 +168,9 @@ def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
 
 
 def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
-    """Nodes of eight AMD MI250 (16 GCDs, seven Infinity Fabric links of 50 GB/s each); 16 GB/s per
-    GCD between nodes.
+    """Build nodes of eight AMD MI250 with 16 GCDs.
+
+    Each GCD has seven Infinity Fabric links of 50 GB/s, and 16 GB/s to other nodes.
     """
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
@@ -177,21 +187,22 @@ def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
                 b.link(gcd, fabric, NIC_MI250 * scale)
 
 
-# -- by name
+# Networks by name.
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A network by name.
+    """A kind of network with a name.
 
     Attributes:
-        make: called with a builder, the GB/s of a link of weight 1, and the numbers after the
-            colon.
-        numbers: what they are.
-        count: of them; None: any.
-        example: as users write it.
-        ranks: how many ranks the numbers make, so that nothing is built that is too large.
-        least: of each number.
+        make: function that builds the network from a builder, the GB/s of a link of weight 1, and
+            the numbers after the colon.
+        numbers: description of the numbers.
+        count: how many numbers there are. None means any number of them.
+        example: example of the user's notation.
+        ranks: function that returns the number of ranks, used to reject networks that are too
+            large before they are built.
+        least: smallest allowed value of each number.
     """
 
     make: Callable[..., None]
@@ -232,28 +243,30 @@ PRESETS = {
 
 
 def preset(text: str) -> Network:
-    """The network of a name such as `dgx-a100:2` or `torus:4x4@25` (links of 25 GB/s, not 1).
+    """Return the network of a name such as `dgx-a100:2` or `torus:4x4@25`.
 
-    Of a machine, `@` multiplies all of its links.
+    The number after `@` is the bandwidth of the links in GB/s, which defaults to 1. For a machine,
+    the number multiplies the bandwidth of all links.
 
-    Raises: ValueError: an unknown name, wrong numbers, or a network that is too large.
+    Raises:
+        ValueError: if the name is unknown, the numbers are wrong, or the network is too large.
     """
     match = re.fullmatch(r"([a-z0-9-]+?)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?"
                          r"(?:@([0-9]{1,9}(?:\.[0-9]{1,9})?))?", text.strip())
     kind = PRESETS.get(match[1]) if match else None
     if match is None or kind is None:
-        raise ValueError(f"{short(text)} is neither a file nor a preset; presets: "
+        raise ValueError(f"{short(text)} is neither a file nor a preset. Available presets: "
                          f"{', '.join(known.example for known in PRESETS.values())}")
     sizes = [int(word) for word in (match[2] or "1").split("x")]
     if len(sizes) != (kind.count or len(sizes)) or min(sizes) < kind.least:
-        raise ValueError(f"{short(text)}: after {match[1]}: comes {kind.numbers}, at least "
-                         f"{kind.least}, such as {kind.example}")
+        raise ValueError(f"{short(text)} is invalid: write {kind.numbers} after {match[1]}:, each "
+                         f"at least {kind.least}, for example {kind.example}")
     ranks, scale = kind.ranks(*sizes), Fraction(match[3] or 1)
     if not 1 <= ranks <= MAX_NODES:
-        raise ValueError(f"{short(text)} would be a network of {short(ranks)} ranks; must be from "
-                         f"1 to {MAX_NODES}")
+        raise ValueError(f"{short(text)} would be a network of {short(ranks)} ranks; the number of "
+                         f"ranks must be from 1 to {MAX_NODES}")
     if scale == 0:
-        raise ValueError(f"{short(text)}: a bandwidth (after @) must be > 0; leave it out for 1")
+        raise ValueError(f"{short(text)}: the bandwidth after @ must be > 0; omit it to use 1")
     builder = Builder()
     kind.make(builder, scale, *sizes)
     return builder.network(f"{match[1]}:{'x'.join(map(str, sizes))}"

@@ -1,4 +1,4 @@
-"""A schedule of a collective: trees over a network's wires, and the bound that they reach."""
+"""Schedule of a collective: trees over a network's wires, and the bound that they reach."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FORMAT = 1
 class Edge:
     """A message of a tree, always from source to target (ranks).
 
-    paths: node names from source to target, each with its multiplicity; together the tree's weight.
-    A tree's piece of data is split over them in this proportion.
+    paths: paths of node names from source to target, each with its multiplicity. The multiplicities
+    sum to the weight of the tree, and the tree's data is divided among the paths in proportion.
     """
 
     source: int
@@ -37,9 +37,11 @@ class Tree:
     """A spanning tree of all ranks.
 
     Attributes:
-        weight: how many trees of unit weight it stands for.
-        edges: in an order in which data can move: away from the root, or (inward) towards it,
-            summing on the way.
+        root: rank of the root.
+        weight: number of trees of unit weight that this tree represents.
+        edges: edges in an order in which data can move away from the root or, if the tree is
+            inward, towards the root while being summed.
+        inward: whether data moves towards the root.
     """
 
     root: int
@@ -48,20 +50,20 @@ class Tree:
     inward: bool = False
 
     def from_root(self) -> Iterator[tuple[int, int]]:
-        """Each edge as (parent, child), parents first."""
+        """Return each edge as (parent, child), parents first."""
         if self.inward:
             return ((edge.target, edge.source) for edge in reversed(self.edges))
         return ((edge.source, edge.target) for edge in self.edges)
 
     def depths(self) -> dict[int, int]:
-        """Number of edges between the root and each rank."""
-        found = {self.root: 0}
+        """Return the number of edges between the root and each rank."""
+        depths = {self.root: 0}
         for parent, child in self.from_root():
-            found[child] = found[parent] + 1
-        return found
+            depths[child] = depths[parent] + 1
+        return depths
 
     def reversed(self) -> Tree:
-        """The tree with all edges and paths turned round, their order, too."""
+        """Return the tree with all edges and paths reversed, in reverse order."""
         return Tree(self.root, self.weight, tuple(
             Edge(e.target, e.source, tuple((path[::-1], count) for path, count in e.paths))
             for e in reversed(self.edges)), not self.inward)
@@ -69,28 +71,31 @@ class Tree:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Trees for one collective on one network, with the proof of how fast it can be.
+    """Trees for one collective on one network, with a proof of the best possible speed.
 
-    A result of M bytes is cut into pieces in proportion to the weights of the outward (of
-    reduce_scatter: inward) trees. The piece of a tree starts at its root (all_gather), ends there
-    (reduce_scatter), or is summed towards it and then sent from it (all_reduce: to the i-th inward
-    tree belongs the i-th outward one).
+    A result of M bytes is divided into pieces in proportion to the weights of the outward trees
+    (inward trees for reduce_scatter). The piece of a tree starts at its root (all_gather), ends at
+    its root (reduce_scatter), or is summed towards the root and then sent from there (all_reduce:
+    the i-th inward tree and the i-th outward tree belong together).
 
     Attributes:
         collective: one of `COLLECTIVES`.
-        inverse_rate: 1/x*, seconds per GB of a shard (M/N): no schedule of this kind is faster.
-            With all_reduce, of each of its two parts; with `overlap`, of both together.
-        cut: names of nodes S that prove it: 1/x* = (ranks in S) / (bandwidth out of S); empty
-            with `overlap` and for one rank.
-        k: number of trees of each root, each counted with its weight; with `overlap`, of all
-            roots together, since roots may then have different shares.
+        network: the network.
+        inverse_rate: 1/x*, in seconds per GB of a shard (M/N). No schedule of this kind is faster.
+            For all_reduce, the value applies to each of the two parts, or to both together with
+            `overlap`.
+        cut: names of the nodes S that prove the bound: 1/x* = (ranks in S) / (bandwidth out of S).
+            The set is empty with `overlap` and for a single rank.
+        k: number of trees of each root, counted with their weights. With `overlap`, k counts the
+            trees of all roots together, because roots may have different shares.
         unit: GB/s of a tree of weight 1.
-        trees: of all_reduce, all inward ones before all outward ones.
-        fixed: k was given, so that the trees may be slower than 1/x*.
-        overlap: of all_reduce: inward and outward trees share the wires, and run at the same
-            time.
-        parts: with `overlap`, disjoint sets of nodes, each with a rank, that prove it: the time
-            is 2 M (number of parts - 1) / (sum of the bandwidths out of each); empty elsewhere.
+        trees: all trees. For all_reduce, all inward trees come first.
+        fixed: whether k was specified, so that the trees may be slower than 1/x*.
+        overlap: whether inward and outward trees of an all_reduce run at the same time on shared
+            wires.
+        parts: with `overlap`, disjoint sets of nodes that contain a rank each and prove the bound.
+            The time is 2 M (number of parts - 1) / (sum of the bandwidths out of each part).
+            Without `overlap`, there are no parts.
     """
 
     collective: str
@@ -106,48 +111,49 @@ class Schedule:
 
     @property
     def phases(self) -> int:
-        """How often the data crosses the network at full rate: 2 for reduce-scatter, then
-        all-gather; otherwise 1.
+        """Number of times that the data crosses the network at full rate.
+
+        The number is 2 for a reduce-scatter followed by an all-gather, and 1 otherwise.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
     @property
     def weight(self) -> int:
-        """Sum of the weights of the trees over which a result is cut."""
+        """Sum of the weights of the trees among which a result is divided."""
         return self.k if self.overlap else self.k * len(self.network.ranks)
 
     @cached_property
     def depth(self) -> int:
-        """Depth of the deepest tree; 0 for one rank."""
+        """Depth of the deepest tree, or 0 for a single rank."""
         return max((max(tree.depths().values()) for tree in self.trees), default=0)
 
     @cached_property
     def message_s(self) -> float:
-        """Fixed seconds of a message: the longest sum of alphas on a path of an edge."""
+        """Fixed seconds of a message: the largest sum of alphas on a path of an edge."""
         alphas = {wire.ends: wire.alpha_s for wire in self.network.wires}
         paths = {path for edge in _edges(self) for path, _ in edge.paths}
         return max((sum(alphas[hop] for hop in zip(path, path[1:])) for path in paths), default=0.0)
 
     def bound_s(self, size: float) -> float:
-        """Seconds below which no schedule of this kind brings a result of `size` bytes."""
+        """Return a lower bound of the seconds for a result of `size` bytes."""
         return float(self.phases * self.inverse_rate / len(self.network.ranks)) * size / 1e9
 
     def seconds(self, size: float) -> float:
-        """Seconds of these trees for a result of `size` bytes, without the cost of messages."""
+        """Return the seconds of these trees for `size` bytes, without fixed costs of messages."""
         if len(self.network.ranks) == 1:
             return 0.0
         return float(self.phases / (self.weight * self.unit)) * size / 1e9
 
     @property
     def algorithmic_bandwidth(self) -> Fraction:
-        """GB of result per second of these trees. ValueError: one rank, which moves nothing."""
+        """GB of result per second of these trees. Raises `ValueError` for a single rank."""
         if len(self.network.ranks) == 1:
-            raise ValueError(f"network {short(self.network.name)} has 1 rank: nothing moves, so "
-                             "that there is no bandwidth; ask only with 2 ranks or more")
+            raise ValueError(f"network {short(self.network.name)} has only 1 rank and moves no "
+                             "data, so it has no bandwidth. Use at least 2 ranks")
         return self.weight * self.unit / self.phases
 
     def to_json(self) -> str:
-        """All of it as JSON, fractions as "p/q"; paths are stored once and named by their index."""
+        """Return the schedule as JSON, with fractions as "p/q" and each path stored once."""
         table: dict[tuple[str, ...], int] = {}
         trees = [[t.root, t.weight, t.inward, [
             [e.source, e.target, [[table.setdefault(path, len(table)), count]
@@ -162,29 +168,33 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str, where: str = "schedule") -> Schedule:
-        """What `to_json` wrote, checked.
+        """Read the JSON text that `to_json` returned, and check the schedule.
 
-        Raises: ValueError: it is no such text, or `check` refuses it.
+        Raises:
+            ValueError: if the text is not a schedule, or if `check` fails.
         """
         try:
-            made = _decode(json.loads(text), where)
+            schedule = _decode(json.loads(text), where)
         except (LookupError, TypeError, ArithmeticError, RecursionError, AttributeError,
                 json.JSONDecodeError) as error:
-            raise ValueError(f"{where} is not a schedule: {short(error)}; write it again with "
+            raise ValueError(f"{where} is not a schedule: {short(error)}; create it again with "
                              "`moe-plugin schedule`") from error
-        made.check()
-        return made
+        schedule.check()
+        return schedule
 
     def check(self) -> None:
-        """Raise `ValueError` unless the cut proves the bound, every tree spans all ranks, each
-        root's weights are complete, paths exist, and no wire carries more than its bandwidth.
+        """Check the schedule.
+
+        Raises:
+            ValueError: if the cut does not prove the bound, a tree does not span all ranks, weights
+                of a root are incomplete, a path does not exist, or a wire is overloaded.
         """
         if self.collective not in COLLECTIVES:
-            raise ValueError(f"collective {short(self.collective)} is none of "
+            raise ValueError(f"collective {short(self.collective)} is unknown. Choose from "
                              f"{', '.join(COLLECTIVES)}")
         if self.k < 1 or self.unit <= 0:
-            raise ValueError(f"a schedule of k={self.k} trees of {self.unit} GB/s; both must be "
-                             "positive: plan it again")
+            raise ValueError(f"the schedule has k={self.k} trees with {self.unit} GB/s, but both "
+                             "numbers must be positive. Plan it again")
         _check_cut(self)
         for tree in self.trees:
             _check_tree(tree, len(self.network.ranks))
@@ -192,7 +202,7 @@ class Schedule:
         for inward in kinds[self.collective]:
             _check_weights(self, [t for t in self.trees if t.inward is inward])
         if {t.inward for t in self.trees} != set(kinds[self.collective]):
-            raise ValueError(f"a {self.collective} with trees of the wrong direction; plan it "
+            raise ValueError(f"the {self.collective} has trees of the wrong direction. Plan it "
                              "again")
         _check_paths(self)
         for load in _loads(self):
@@ -200,14 +210,14 @@ class Schedule:
                 if load[wire.ends] * self.unit > wire.bandwidth:
                     raise ValueError(
                         f"wire {short(wire.source)} to {short(wire.target)} carries "
-                        f"{load[wire.ends] * self.unit} GB/s, more than its {wire.bandwidth}; "
-                        "plan it again")
+                        f"{load[wire.ends] * self.unit} GB/s, more than its {wire.bandwidth} GB/s. "
+                        "Plan the schedule again")
 
 
 def _decode(values: dict[str, Any], where: str) -> Schedule:
     if values["format"] != _FORMAT:
-        raise ValueError(f"{where} has format {short(values['format'])}, not {_FORMAT}; write it "
-                         "again with this version")
+        raise ValueError(f"{where} has format {short(values['format'])}, but this version reads "
+                         f"format {_FORMAT}. Create the schedule again with this version")
     table = [tuple(path) for path in values["paths"]]
     known: dict[tuple[int, ...], Paths] = {}
 
@@ -229,7 +239,7 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """The bound: by a cut, or (`overlap`) by a partition."""
+    """Check that a cut, or a partition in case of `overlap`, proves the bound."""
     network = schedule.network
     if len(network.ranks) == 1:
         return
@@ -245,27 +255,28 @@ def _check_cut(schedule: Schedule) -> None:
         proven = (schedule.cut <= set(network.nodes) and 0 < inside < len(network.ranks)
                   and schedule.inverse_rate == inside / network.out_of(schedule.cut))
     if not proven:
-        raise ValueError(f"inverse_rate={schedule.inverse_rate} is not what its cut of "
-                         f"{len(schedule.cut)} nodes says; plan it again")
+        raise ValueError(f"inverse_rate={schedule.inverse_rate} does not follow from the cut of "
+                         f"{len(schedule.cut)} nodes. Plan the schedule again")
 
 
 def _check_tree(tree: Tree, ranks: int) -> None:
     which = f"tree of root {short(tree.root)}"
     if not 0 <= tree.root < ranks or tree.weight < 1:
-        raise ValueError(f"{which} with weight {short(tree.weight)} among {ranks} ranks; plan it "
-                         "again")
+        raise ValueError(f"{which} has weight {short(tree.weight)} among {ranks} ranks, which is "
+                         "not possible. Plan the schedule again")
     seen = {tree.root}
     for edge in reversed(tree.edges) if tree.inward else tree.edges:
         inner, outer = (edge.target, edge.source) if tree.inward else (edge.source, edge.target)
         if inner not in seen or outer in seen or not 0 <= outer < ranks:
             raise ValueError(f"{which}: the edge from {short(edge.source)} to {short(edge.target)} "
-                             "does not continue it; plan it again")
+                             "does not continue the tree. Plan the schedule again")
         if sum(count for _, count in edge.paths) != tree.weight:
             raise ValueError(f"{which}: the paths from {edge.source} to {edge.target} do not sum "
-                             f"to its weight {tree.weight}; plan it again")
+                             f"to the weight {tree.weight}. Plan the schedule again")
         seen.add(outer)
     if len(seen) != ranks:
-        raise ValueError(f"{which} reaches {len(seen)} of {ranks} ranks; plan it again")
+        raise ValueError(f"{which} reaches only {len(seen)} of {ranks} ranks. Plan the schedule "
+                         "again")
 
 
 def _check_weights(schedule: Schedule, trees: list[Tree]) -> None:
@@ -274,13 +285,13 @@ def _check_weights(schedule: Schedule, trees: list[Tree]) -> None:
         total[tree.root] += tree.weight
     if schedule.overlap:
         if sum(total.values()) != schedule.k:
-            raise ValueError(f"trees weigh {sum(total.values())} together, not k={schedule.k}; "
-                             "plan it again")
+            raise ValueError(f"the trees have a total weight of {sum(total.values())} instead of "
+                             f"k={schedule.k}. Plan the schedule again")
         return
     for root in range(len(schedule.network.ranks)):
         if total[root] != schedule.k:
-            raise ValueError(f"trees of root {root} weigh {total[root]} together, not "
-                             f"k={schedule.k}; plan it again")
+            raise ValueError(f"the trees of root {root} have a total weight of {total[root]} "
+                             f"instead of k={schedule.k}. Plan the schedule again")
 
 
 def _check_paths(schedule: Schedule) -> None:
@@ -295,8 +306,8 @@ def _check_paths(schedule: Schedule) -> None:
             ends = (path[0], path[-1]) == (ranks[edge.source], ranks[edge.target])
             if count < 1 or not ends or any(hop not in wires for hop in zip(path, path[1:])):
                 raise ValueError(f"the path {short(path)} with multiplicity {short(count)} does "
-                                 f"not lead from rank {edge.source} to rank {edge.target}; plan it "
-                                 "again")
+                                 f"not lead from rank {edge.source} to rank {edge.target}. Plan "
+                                 "the schedule again")
 
 
 def _edges(schedule: Schedule) -> Iterator[Edge]:
@@ -304,7 +315,7 @@ def _edges(schedule: Schedule) -> Iterator[Edge]:
 
 
 def _loads(schedule: Schedule) -> Iterator[Counter[tuple[str, str]]]:
-    """Multiplicity over each wire, of trees that run at the same time."""
+    """Yield the multiplicity on each wire, for each group of trees that run at the same time."""
     together = [(True, False)] if schedule.overlap else [(True,), (False,)]
     for kinds in together:
         by_paths: Counter[Paths] = Counter(

@@ -1,10 +1,10 @@
-"""A simulator of collectives in chunks: every wire carries one chunk at a time.
+"""A simulator of collectives in chunks, in which every wire transfers one chunk at a time.
 
-What is simulated is a program: pieces of the result, and the moves that carry each piece along a
-tree. `ForestColl`'s schedules are programs, and so are rings and binary trees (`baselines`). Each
-piece is cut into chunks that follow each other; a chunk is forwarded by ranks and switches when all
-of it has arrived. For a schedule of depth D (wires on the longest way of a piece) this takes at
-most 1 + (D - 1) / chunks times the time of its bandwidths.
+The simulator runs a program: pieces of the result, and the moves that transfer each piece along a
+tree. ForestColl's schedules are programs, and so are rings and binary trees (`baselines`). Each
+piece is divided into consecutive chunks. Ranks and switches forward a chunk as soon as all of it
+has arrived. A schedule of depth D (number of wires on the longest path of a piece) takes at most 1
++ (D - 1) / chunks times as long as its bandwidths require.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from moe_plugin.planner.forest.schedule import COLLECTIVES, Schedule, Tree
 from moe_plugin.utils.messages import short
 
 MAX_TASKS = 4_000_000
-Route = tuple[str, ...]  # node names from a rank to another
+Route = tuple[str, ...]  # node names from one rank to another
 
 
 @dataclass(frozen=True, slots=True)
 class ShareMove:
-    """One piece from a rank to another.
+    """A transfer of one piece from one rank to another.
 
     Attributes:
-        routes: ways through the network with their shares of the piece, which sum to 1.
-        sums: the target adds the piece to its own, instead of receiving it.
+        piece: index of the piece.
+        source, target: the ranks.
+        routes: paths through the network, with the share of the piece on each. The shares sum to 1.
+        sums: whether the target adds the piece to its own data instead of replacing it.
     """
 
     piece: int
@@ -41,12 +43,15 @@ class ShareMove:
 
 @dataclass(frozen=True)
 class Program:
-    """A collective as moves.
+    """A collective as a list of moves.
 
     Attributes:
-        roots: of each piece, the rank that has it first, or gets its sum.
-        shares: of each piece, its part of the result.
-        moves: in an order in which they are possible.
+        name: name of the program.
+        collective: one of `COLLECTIVES`.
+        network: the network.
+        roots: for each piece, the rank that has it first or receives its sum.
+        shares: share of each piece in the result.
+        moves: moves in an order in which they are possible.
     """
 
     name: str
@@ -57,32 +62,33 @@ class Program:
     moves: tuple[ShareMove, ...]
 
     def loads(self) -> Counter[tuple[str, str]]:
-        """Part of the result that each wire carries."""
-        found: Counter[tuple[str, str]] = Counter()
+        """Return the part of the result that each wire transfers."""
+        loads: Counter[tuple[str, str]] = Counter()
         for move in self.moves:
             for route, share in move.routes:
                 for ends in zip(route, route[1:]):
-                    found[ends] += share * self.shares[move.piece]
-        return found
+                    loads[ends] += share * self.shares[move.piece]
+        return loads
 
     def inverse_bandwidth(self) -> Fraction:
-        """Seconds per GB of result that its busiest wire needs: no number of chunks is faster."""
+        """Return the seconds per GB that the busiest wire needs, a bound for all chunk counts."""
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
 
     @property
     def tasks(self) -> int:
-        """Number of times that a chunk crosses a wire, with one chunk of each piece."""
+        """Number of transfers over single wires if each piece is one chunk."""
         return sum(len(route) - 1 for move in self.moves for route, _ in move.routes)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A program's run.
+    """Result of simulating a program.
 
     Attributes:
-        chunks: of each piece.
-        depth: wires on the longest way of a piece.
+        seconds: simulated time.
+        chunks: number of chunks of each piece.
+        depth: number of wires on the longest path of a piece.
     """
 
     seconds: float
@@ -91,7 +97,7 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """A schedule as a program: a piece for each tree (of all_reduce, for each pair of trees)."""
+    """Return a schedule as a program with one piece per tree (per pair of trees for all_reduce)."""
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
     moves = _moves(first) + _moves(second)
@@ -107,14 +113,16 @@ def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
 
 
 def verify(program: Program) -> None:
-    """Carry out a program on the ranks that each piece is a sum of.
+    """Check a program by tracking which contributions of ranks each copy of a piece contains.
 
-    Raises: ValueError: a rank sends what it does not have, receives or adds something twice, or
-        lacks something at the end; pieces that are not the whole result; a route that is none.
+    Raises:
+        ValueError: if a rank sends data that it does not have, receives or adds data twice, or
+        lacks
+            data at the end; if the pieces are not the whole result; or if a route is invalid.
     """
     ranks = len(program.network.ranks)
     if program.collective not in COLLECTIVES:
-        raise ValueError(f"collective {short(program.collective)} is none of "
+        raise ValueError(f"collective {short(program.collective)} is unknown. Choose from "
                          f"{', '.join(COLLECTIVES)}")
     _verify_shares(program, ranks)
     everything, gathers = (1 << ranks) - 1, program.collective == "all_gather"
@@ -128,7 +136,7 @@ def verify(program: Program) -> None:
         for rank in wanted:
             if sums[rank] != everything:
                 raise ValueError(f"{program.name}: at the end, rank {rank} lacks a part of piece "
-                                 f"{piece} of root {root}; plan it again")
+                                 f"{piece} of root {root}. Plan the schedule again")
 
 
 def _verify_shares(program: Program, ranks: int) -> None:
@@ -138,7 +146,8 @@ def _verify_shares(program: Program, ranks: int) -> None:
     even = program.collective == "all_reduce" or all(
         by_root[rank] == Fraction(1, ranks) for rank in range(ranks))
     if sum(by_root.values()) != 1 or not even or min(program.shares) <= 0:
-        raise ValueError(f"{program.name}: its pieces are not the whole result once; plan it again")
+        raise ValueError(f"{program.name}: the pieces do not make up the result exactly once. Plan "
+                         "the schedule again")
 
 
 def _verify_move(program: Program, move: ShareMove, held: list[int], everything: int,
@@ -149,35 +158,38 @@ def _verify_move(program: Program, move: ShareMove, held: list[int], everything:
     for route, _ in move.routes:
         ends = (route[0], route[-1]) == (ranks[move.source], ranks[move.target])
         if not ends or any(hop not in wires for hop in zip(route, route[1:])):
-            raise ValueError(f"{what} takes {short(route)}, which is no way there; plan it again")
+            raise ValueError(f"{what} uses the route {short(route)}, which does not lead to the "
+                             "target. Plan the schedule again")
     if sum(share for _, share in move.routes) != 1:
-        raise ValueError(f"{what} does not carry all of it once; plan it again")
-    here, there = held[move.source], held[move.target]
+        raise ValueError(f"{what} does not transfer the whole piece exactly once. Plan the "
+                         "schedule again")
+    sent, present = held[move.source], held[move.target]
     if move.sums:
-        if here & there:
-            raise ValueError(f"{what} adds a contribution twice; plan it again")
-        held[move.target] = here | there
+        if sent & present:
+            raise ValueError(f"{what} adds a contribution twice. Plan the schedule again")
+        held[move.target] = sent | present
     else:
-        if here != everything or there == everything:
-            wrong = "sends what is not there" if here != everything else "delivers it twice"
-            raise ValueError(f"{what} {wrong}; plan it again")
+        if sent != everything or present == everything:
+            wrong = "sends missing data" if sent != everything else "delivers the piece twice"
+            raise ValueError(f"{what} {wrong}. Plan the schedule again")
         held[move.target] = everything
 
 
 def run(program: Program, size: float, chunks: int = 64) -> Simulated:
-    """Simulate a program for a result of `size` bytes, each piece in `chunks` chunks.
+    """Simulate a program for a result of `size` bytes, with each piece in `chunks` chunks.
 
     Raises:
-        ValueError: what `verify` raises; no chunks, or more than can be simulated.
+        ValueError: if `verify` fails, or if the number of chunks is less than 1 or too large.
     """
     if chunks < 1 or size < 0:
-        raise ValueError(f"chunks={short(chunks)} must be >= 1 and size={size} >= 0; correct them")
+        raise ValueError(f"chunks={short(chunks)} must be >= 1, and size={size} must be >= 0")
     if program.tasks * chunks > MAX_TASKS:
-        raise ValueError(f"{chunks} chunks make {program.tasks * chunks} steps, more than "
-                         f"{MAX_TASKS}; use at most {max(1, MAX_TASKS // program.tasks)}")
+        raise ValueError(f"{chunks} chunks result in {program.tasks * chunks} steps, more than the "
+                         f"limit of {MAX_TASKS}. Use at most "
+                         f"{max(1, MAX_TASKS // program.tasks)} chunks")
     verify(program)
     depth = starts(program)[1]
-    # first things first, and of those what still has the longest way to go
+    # earlier chunks go first and, among hops of a chunk, those with the longest remaining path
     seconds = simulate_ready(_by_chunk(program, size, chunks)).seconds
     promised = float(program.inverse_bandwidth()) * size / 1e9 * (1 + (depth - 1) / chunks)
     if seconds > promised:
@@ -186,7 +198,7 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """When the first chunk of each move can start, in wires crossed before; and the depth."""
+    """Return after how many wires the first chunk of each move can start, and the depth."""
     arrived: dict[tuple[int, int], int] = defaultdict(int)
     waves = []
     for move in program.moves:
@@ -199,12 +211,15 @@ def starts(program: Program) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """What each chunk of a move does on one wire.
+    """Transfer of each chunk of a move over one wire.
 
     Attributes:
-        wave: of its first chunk.
-        rest: wires that it and what follows from it still have to cross.
-        after: names of hops without the chunk.
+        name: name of the hop.
+        wave: wave of the first chunk.
+        rest: number of wires that the chunk, and all data that depends on it, still has to cross.
+        wire: name of the wire.
+        seconds: seconds per chunk.
+        after: names of preceding hops, without the chunk number.
     """
 
     name: str
@@ -215,7 +230,7 @@ class _Hop:
     after: tuple[str, ...]
 
     def task(self, chunk: int) -> Task:
-        """The task of a chunk."""
+        """Return the task of a chunk."""
         return Task(f"{self.name}.{chunk}", self.wire, self.seconds,
                     tuple(f"{name}.{chunk}" for name in self.after))
 
@@ -224,7 +239,7 @@ def _hops(program: Program, size: float, chunks: int) -> list[_Hop]:
     wires = {wire.ends: wire for wire in program.network.wires}
     rests, waves, into, hops = _rests(program), starts(program)[0], defaultdict(list), []
     for index, move in enumerate(program.moves):
-        # what the source adds up or forwards: all that reached it before
+        # a source forwards or adds everything that has reached it before
         after = tuple(into[move.piece, move.source])
         for way, (route, share) in enumerate(move.routes):
             part, before = size * float(share * program.shares[move.piece]) / chunks, after
@@ -239,14 +254,14 @@ def _hops(program: Program, size: float, chunks: int) -> list[_Hop]:
 
 
 def _rests(program: Program) -> list[int]:
-    """Of each move: wires on the longest way that begins with it."""
+    """Return, for each move, the number of wires on the longest path that begins with the move."""
     longest: dict[tuple[int, int], int] = defaultdict(int)
-    found = []
+    rests = []
     for move in reversed(program.moves):
-        found.append(longest[move.piece, move.target] + max(len(r) - 1 for r, _ in move.routes))
-        here = move.piece, move.source
-        longest[here] = max(longest[here], found[-1])
-    return found[::-1]
+        rests.append(longest[move.piece, move.target] + max(len(r) - 1 for r, _ in move.routes))
+        start = move.piece, move.source
+        longest[start] = max(longest[start], rests[-1])
+    return rests[::-1]
 
 
 def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
@@ -255,8 +270,10 @@ def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
 
 
 def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:
-    """All tasks of a wave wait for earlier waves only. With as much data on each wire in a wave as
-    its bandwidth allows in a unit of time, the n-th wave ends after n units at the latest.
+    """Yield the tasks wave by wave, where the tasks of a wave wait only for earlier waves.
+
+    If the data on each wire in a wave fits its bandwidth in one unit of time, the n-th wave ends
+    after at most n units.
     """
     waves = defaultdict(list)
     for hop in _hops(program, size, chunks):

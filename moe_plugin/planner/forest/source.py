@@ -1,4 +1,4 @@
-"""A network from whatever the user has: a preset's name or one of three kinds of files."""
+"""Loads a network from a preset's name or from one of three kinds of files."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input
 from moe_plugin.utils.yaml_file import bundled, read_yaml
 
-# The network of a machine from what `nvidia-smi topo -m` prints.
+# Networks of a machine from the output of `nvidia-smi topo -m`.
 #
-# The table has classes, not speeds, so that each class has an assumed one (`Speeds`). It names two
-# kinds of paths: NVLinks by their number, and PCIe by what lies between (PIX: one switch, PXB:
-# several, PHB: a host bridge, NODE: several in a NUMA node, SYS: between sockets).
+# The table contains classes instead of speeds, so each class has an assumed speed (`Speeds`). There
+# are two kinds of connections: NVLinks, with their number, and PCIe, with the components in between
+# (PIX: one switch, PXB: several switches, PHB: a host bridge, NODE: several host bridges in a NUMA
+# node, SYS: between sockets).
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 OLD_NAMES = {"SOC": "SYS"}
-MOST_NVLINKS = 18  # of any GPU to now: more in a row of the table are the same links, by a switch
+# Maximum of any GPU so far. A row with more NVLinks lists the same links several times, because the
+# links lead to a switch.
+MOST_NVLINKS = 18
 MAX_DEVICES = 512
-_REMEDY = "give the unchanged output of `nvidia-smi topo -m`"
+_REMEDY = "provide the unchanged output of `nvidia-smi topo -m`"
 _CELL = re.compile(r"X|NV[1-9][0-9]?|PIX|PXB|PHB|NODE|SYS|SOC")
-_TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the head of its table
-_HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")  # and no row, which goes on with X
+_TERMINAL = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the head of the table
+# the head of the table, but no row of a device, where X follows GPU0
+_HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Assumed GB/s in one direction.
+    """Assumed bandwidths in GB/s in one direction.
 
     Attributes:
-        nvlink: one link (25 from Volta to Hopper, 50 on Blackwell).
-        pcie: a GPU, a card or a switch upwards (what PCIe 4.0 x16 reaches).
-        sockets: between two sockets.
+        nvlink: one NVLink (25 from Volta to Hopper, 50 on Blackwell).
+        pcie: PCIe connection of a GPU, network card or switch (as reached by PCIe 4.0 x16).
+        sockets: connection between two sockets.
         card: a network card (200 Gbit/s).
     """
 
@@ -47,17 +51,17 @@ class Speeds:
     card: Fraction = Fraction(25)
 
     def __str__(self) -> str:
-        return (f"assumed GB/s in one direction: {self.nvlink} per NVLink, {self.pcie} PCIe, "
+        return (f"assumed GB/s in one direction: {self.nvlink} per NVLink, {self.pcie} for PCIe, "
                 f"{self.sockets} between sockets, {self.card} per network card")
 
 
 @dataclass(frozen=True)
 class TopologyTable:
-    """What the output says.
+    """Contents of the table.
 
     Attributes:
-        gpus, cards: names in order.
-        classes: by pair of names, both orders.
+        gpus, cards: names of the GPUs and network cards in order.
+        classes: class of the connection between each pair of names, in both orders.
     """
 
     gpus: tuple[str, ...]
@@ -65,31 +69,35 @@ class TopologyTable:
     classes: Mapping[tuple[str, str], str]
 
     def links(self, a: str, b: str) -> int:
-        """Number of NVLinks between two GPUs, 0 for PCIe."""
-        found = self.classes[a, b]
-        return int(found[2:]) if found.startswith("NV") else 0
+        """Return the number of NVLinks between two GPUs, or 0 for PCIe."""
+        connection = self.classes[a, b]
+        return int(connection[2:]) if connection.startswith("NV") else 0
 
 
 def is_table(text: str) -> bool:
-    """Whether a text looks like the output of `nvidia-smi topo -m`."""
+    """Return whether a text looks like the output of `nvidia-smi topo -m`."""
     return any(_HEAD.match(line) for line in _TERMINAL.sub("", text).splitlines())
 
 
 def parse_table(text: str, where: str) -> TopologyTable:
-    """Read the table; what follows it (affinities, legend) is not looked at.
+    """Read the table. Text after the table (affinities, legend) is ignored.
 
-    where: what errors call the text.
-    Raises: ValueError: rows or cells are missing, unknown, or differ between two directions.
+    Args:
+        text: output of `nvidia-smi topo -m`.
+        where: name of the text in error messages.
+
+    Raises:
+        ValueError: if rows or cells are missing, unknown, or differ between both directions.
     """
     lines = _TERMINAL.sub("", text).splitlines()
     first = next((i for i, line in enumerate(lines) if _HEAD.match(line)), None)
     if first is None:
-        raise ValueError(f"{where} has no line of GPU0, GPU1, ...; {_REMEDY}")
-    # the columns after the devices have names of several words: "CPU Affinity", ...
+        raise ValueError(f"{where} has no header line with GPU0, GPU1, ...; {_REMEDY}")
+    # the columns after the devices have names of several words, e.g. "CPU Affinity"
     names = re.split(r"\s+(?:CPU|NUMA|GPU) ", lines[first])[0].split()
     if len(names) > MAX_DEVICES or len(set(names)) != len(names):
-        raise ValueError(f"{where}: its first line has a device twice or more than {MAX_DEVICES}; "
-                         f"{_REMEDY}")
+        raise ValueError(f"{where}: the header lists a device twice or more than {MAX_DEVICES} "
+                         f"devices; {_REMEDY}")
     classes = {}
     for line in lines[first + 1 : first + 1 + len(names)]:
         words = line.split()
@@ -99,30 +107,37 @@ def parse_table(text: str, where: str) -> TopologyTable:
                              f"{len(names)} cells; {_REMEDY}")
         for column, cell in zip(names, cells, strict=True):
             if not _CELL.fullmatch(cell) or (cell == "X") != (row == column):
-                raise ValueError(f"{where}: {row} to {column} is {short(cell)}, which is no class "
-                                 f"of connection; {_REMEDY}")
+                raise ValueError(f"{where}: the connection from {row} to {column} has the unknown "
+                                 f"class {short(cell)}; {_REMEDY}")
             classes[row, column] = OLD_NAMES.get(cell, cell)
     for a, b in ((a, b) for a in names for b in names):
         if classes.get((a, b)) != classes.get((b, a)) or (a, b) not in classes:
-            raise ValueError(f"{where}: {a} to {b} is {classes.get((a, b), 'missing')}, back "
-                             f"{classes.get((b, a), 'missing')}; {_REMEDY}")
+            raise ValueError(f"{where}: {a} to {b} is {classes.get((a, b), 'missing')}, but the "
+                             f"reverse is {classes.get((b, a), 'missing')}; {_REMEDY}")
     gpus = tuple(name for name in names if name.startswith("GPU"))
     return TopologyTable(gpus, tuple(name for name in names if name not in gpus), classes)
 
 
 def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
-    """The network of `nodes` such machines, joined through their network cards.
+    """Return the network of `nodes` equal machines, joined through their network cards.
 
-    NVLinks are direct where a GPU's numbers add up to no more than it has, otherwise they lead to
-    a switch. PCIe carries data between GPUs only where NVLinks do not connect them all. A card
-    serves the GPUs nearest to it; all cards meet in a network without a bottleneck of its own.
+    NVLinks are direct connections unless a GPU's row lists more links than a GPU has; in that case
+    the links lead to a switch. PCIe transfers data between GPUs only if NVLinks do not connect all
+    GPUs. A network card serves its nearest GPUs, and all cards share a network without bottleneck.
 
-    Raises: ValueError: several machines without network cards.
+    Args:
+        table: connections of the machine.
+        nodes: number of machines. Defaults to 1.
+        speeds: assumed bandwidths.
+        name: name of the network.
+
+    Raises:
+        ValueError: if there are several machines but no network cards.
     """
     if nodes > 1 and not table.cards:
-        raise ValueError(f"{name} lists no network cards, so that {nodes} nodes cannot be joined; "
-                         "plan one node, or write a network file (configs/networks/)")
+        raise ValueError(f"{name} lists no network cards, so {nodes} nodes cannot be joined. Plan "
+                         "one node, or write a network file (configs/networks/)")
     b = Builder()
     fabric = b.switch("network") if nodes > 1 else ""
     for node in range(nodes):
@@ -156,8 +171,8 @@ def _add_nvlinks(b: Builder, table: TopologyTable, island: Sequence[str], prefix
 
 
 def _add_pcie(b: Builder, table: TopologyTable, prefix: str, speeds: Speeds) -> None:
-    """A tree of switches, from the nearest class of connection to the farthest."""
-    top = {gpu: prefix + gpu for gpu in table.gpus}  # the highest node above each GPU so far
+    """Add a tree of switches, from the nearest class of connection to the farthest."""
+    top = {gpu: prefix + gpu for gpu in table.gpus}  # highest node above each GPU so far
     for level, name in enumerate(LEVELS):
         near = LEVELS[: level + 1]
         for index, group in enumerate(
@@ -178,16 +193,16 @@ def _nearest(table: TopologyTable, card: str) -> list[str]:
 
 
 def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
-    """Connected components in order. joined: called with two names."""
-    left, found = list(names), []
+    """Return the connected components in order. joined: whether two names are connected."""
+    left, groups = list(names), []
     while left:
         group = [left.pop(0)]
         for member in group:
             near = [other for other in left if joined(member, other)]
             group += near
             left = [other for other in left if other not in near]
-        found.append(sorted(group, key=names.index))
-    return found
+        groups.append(sorted(group, key=names.index))
+    return groups
 
 
 KINDS = ("a network file (configs/networks/), a cluster file (`moe-plugin calibrate`), the output "
@@ -197,34 +212,36 @@ _CLUSTER_KEYS = {"nodes", "ranks_per_node", "nics", "intra", "inter"}
 
 
 def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
-    """The network that a user names, and a line on what was assumed ("" for nothing).
+    """Return the network that a user specified, and a line that lists assumptions (or "").
 
     Args:
-        text: a path, or a preset's name. A file of that name goes first.
-        nodes: machines, of a cluster file or of `nvidia-smi`'s output; None: as the file says, 1.
+        text: a path or the name of a preset. A file takes precedence over a preset.
+        nodes: number of machines for a cluster file or for the output of `nvidia-smi`. Defaults to
+            the number in the file, or 1.
+
     Raises:
-        ValueError: neither a file nor a preset; a file that is no network; `nodes` where the
-            network says it itself.
+        ValueError: if the text is neither a file nor a preset, if the file describes no network, or
+            if `nodes` is set although the network states it.
     """
     path = Path(bundled(text))
     if nodes is not None and nodes < 1:
-        raise ValueError(f"nodes={nodes} must be at least 1; leave it out for the file's number")
+        raise ValueError(f"nodes={nodes} must be at least 1; omit it to use the number in the file")
     if not path.exists():
         if len(path.parts) > 1 or path.suffix in (".yaml", ".yml", ".txt", ".json"):
-            raise ValueError(f"topology {short(text)} cannot be read (there is no such file); give "
+            raise ValueError(f"topology {short(text)} cannot be read (no such file); provide "
                              f"{KINDS}")
         _without_nodes(text, nodes, "write the number after its colon")
         return preset(text), ""
-    check_input(path, "topology", f"give {KINDS}")
+    check_input(path, "topology", f"provide {KINDS}")
     try:
         with open(path, "rb") as stream:
             content = stream.read(MAX_BYTES).decode("utf-8", "replace")
     except OSError as error:
-        raise ValueError(f"topology {short(text)} cannot be read ({error.strerror}); give "
+        raise ValueError(f"topology {short(text)} cannot be read ({error.strerror}); provide "
                          f"{KINDS}") from error
     try:
         return _read(path, content, nodes)
-    except ValueError as error:  # may name the network instead of the file
+    except ValueError as error:  # the message may name the network instead of the file
         raise ValueError(error if short(text) in str(error)
                          else f"topology {short(text)}: {error}") from error
 
@@ -235,7 +252,7 @@ def _read(path: Path, content: str, nodes: int | None) -> tuple[Network, str]:
         table = parse_table(content, "the table")
         _check_size(len(table.gpus) * (nodes or 1))
         return network_of(table, nodes or 1, speeds, path.stem), str(speeds)
-    values = read_yaml(path, "topology", f"give {KINDS}")
+    values = read_yaml(path, "topology", f"provide {KINDS}")
     if _CLUSTER_KEYS & set(values):
         cluster = load_cluster(path)
         cluster = cluster.resized(nodes or cluster.nodes)
@@ -247,10 +264,10 @@ def _read(path: Path, content: str, nodes: int | None) -> tuple[Network, str]:
 
 def _without_nodes(text: str, nodes: int | None, remedy: str) -> None:
     if nodes is not None:
-        raise ValueError(f"nodes={nodes} has no meaning with {short(text)}, which says it itself; "
-                         f"{remedy}")
+        raise ValueError(f"nodes={nodes} cannot be set for {short(text)}, which defines its own "
+                         f"size; {remedy}")
 
 
 def _check_size(ranks: int) -> None:
     if ranks > MAX_RANKS:
-        raise ValueError(f"{ranks} ranks are more than {MAX_RANKS}; give fewer nodes")
+        raise ValueError(f"{ranks} ranks are more than the limit of {MAX_RANKS}; use fewer nodes")

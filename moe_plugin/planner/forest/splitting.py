@@ -1,11 +1,11 @@
-"""Replaces a network's switches by links between ranks, without a loss of rate (edge splitting).
+"""Replaces a network's switches by links between ranks without reducing the rate (edge splitting).
 
-A pair u -> w -> t through a switch w becomes u -> t. That takes capacity from the cuts that have w
-on one side and u and t on the other, from each exactly as much as was replaced: where all of it is
-too much for a cut, the cut's lack says by how much. Whatever the order of pairs, all of a switch's
-capacity is replaced in the end, as long as each node sends as much as it receives (Bang-Jensen,
-Frank, Jackson). So pairs are first replaced many at a time, as they are likely to fit, with one
-check; only where that fails, in halves, and at last one by one.
+A pair of arcs u -> w -> t through a switch w becomes u -> t. The replacement reduces the capacity
+of cuts that separate w from u and t by the replaced amount. If the full amount is too much for a
+cut, the deficit of the cut tells how much less may be replaced. All capacity of a switch can be
+replaced in any order of pairs, as long as each node sends as much as it receives (Bang-Jensen,
+Frank, Jackson). Therefore many pairs that are likely to fit are replaced first, with a single
+check. If the check fails, the pairs are tried in halves, and finally one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_plugin.planner.forest.flow import Demand
 from moe_plugin.planner.forest.optimum import Graph
 
 Arc = tuple[int, int]
-Pair = tuple[int, int, int]  # from, to, how much
+Pair = tuple[int, int, int]  # (from, to, amount)
 Path = tuple[int, ...]
 
 
@@ -24,13 +24,12 @@ class Splitting:
     """A graph whose switches are replaced one after another.
 
     Args:
-        graph: capacities are numbers of trees.
+        graph: graph whose capacities are numbers of trees.
         roots: number of trees that start at each rank.
 
     Attributes:
-        capacity: of the arcs that are left.
-        paths: for each arc, the physical paths that it stands.
-        for, with their multiplicities.
+        capacity: capacities of the remaining arcs.
+        paths: physical paths that each arc represents, with their multiplicities.
     """
 
     def __init__(self, graph: Graph, roots: Sequence[int]) -> None:
@@ -38,13 +37,13 @@ class Splitting:
         self.capacity: dict[Arc, int] = {arc: c for arc, c in graph.capacity.items() if c}
         self.paths: dict[Arc, list[tuple[Path, int]]] = {
             arc: [(arc, c)] for arc, c in self.capacity.items()}
-        self._suspects: list[int] = []  # ranks at which lacks showed, the latest first
+        self._suspects: list[int] = []  # ranks with recent deficits, the latest first
         self._out: dict[int, set[int]] = {node: set() for node in range(graph.nodes)}
         for source, target in self.capacity:
             self._out[source].add(target)
 
     def run(self) -> None:
-        """Replace all switches, those with most capacity first: what they join is near."""
+        """Replace all switches, starting with the switch that has the most capacity."""
         def weight(switch: int) -> int:
             return -sum(self.capacity[switch, t] for t in self._out[switch])
 
@@ -53,7 +52,7 @@ class Splitting:
 
     def _remove(self, switch: int) -> None:
         beside = sorted(self._out[switch] | {u for u in self._out if switch in self._out[u]})
-        # switches that are replaced later come after the ranks
+        # switches that are replaced later are sorted after the ranks
         self._replace(switch, self._guess(switch, beside))
         for source in beside:
             for target in [t for t in beside if t != source] + [source]:
@@ -65,8 +64,10 @@ class Splitting:
         return min(self.capacity.get((source, switch), 0), self.capacity.get((switch, target), 0))
 
     def _guess(self, switch: int, beside: Sequence[int]) -> list[Pair]:
-        """Pairs that are likely to fit: evenly round the circle of the switch's neighbours, at
-        distances at which no two are joined otherwise.
+        """Return pairs that are likely to fit.
+
+        The pairs are spread evenly around the circle of the switch's neighbours, at distances at
+        which no two neighbours are otherwise connected.
         """
         size = len(beside)
         sends = {u: self.capacity.get((u, switch), 0) for u in beside}
@@ -75,28 +76,28 @@ class Splitting:
         joined = {offset for offset in range(1, size)
                   if any(beside[(i + offset) % size] in near[u] for i, u in enumerate(beside))}
         offsets = [o for o in range(1, size) if o not in joined] or list(range(1, size))
-        found: dict[Arc, int] = {}
+        pairs: dict[Arc, int] = {}
         for share in _shares(max(sends.values(), default=0), offsets):
             for i, u in enumerate(beside):
                 t = beside[(i + share[0]) % size]
                 count = min(share[1], sends[u], takes[t])
                 if count:
-                    found[u, t] = found.get((u, t), 0) + count
+                    pairs[u, t] = pairs.get((u, t), 0) + count
                     sends[u] -= count
                     takes[t] -= count
-        return [(u, t, count) for (u, t), count in found.items()]
+        return [(u, t, count) for (u, t), count in pairs.items()]
 
     def _near(self, node: int, without: int) -> set[int]:
-        """Nodes at most two arcs away, not through `without`."""
+        """Return the nodes that are at most two arcs away without passing through `without`."""
         first = self._out[node] - {without}
         return first.union(*(self._out[n] for n in first)) - {node} if first else set()
 
     def _replace(self, switch: int, pairs: Sequence[Pair]) -> None:
-        """Replace as much of these pairs as fits; halves of them where all do not fit."""
+        """Replace as much of these pairs as possible. If not all fit, continue with halves."""
         pairs = [(u, t, min(count, self._left(u, switch, t))) for u, t, count in pairs]
         if not any(count for _, _, count in pairs):
             return
-        # what is cut off at u = t is a loss for the neighbours, and checked like any other
+        # a pair with u = t only removes capacity, which is checked in the same way
         self._change(switch, pairs, 1)
         only = pairs[0][2] if len(pairs) == 1 else None
         lack, rank = self._demand().missing(only if only else 1, self._suspects)
@@ -143,7 +144,7 @@ class Splitting:
 
 
 def take(pool: list[tuple[Path, int]], count: int) -> Path:
-    """Take `count` of the last path of a pool, which has as many."""
+    """Take `count` units of the last path of a pool, which must have as many."""
     path, left = pool.pop()
     if left > count:
         pool.append((path, left - count))
@@ -151,20 +152,20 @@ def take(pool: list[tuple[Path, int]], count: int) -> Path:
 
 
 def _without_loops(path: Path) -> Path:
-    found: list[int] = []
+    nodes: list[int] = []
     for node in path:
-        if node in found:
-            del found[found.index(node):]
-        found.append(node)
-    return tuple(found)
+        if node in nodes:
+            del nodes[nodes.index(node):]
+        nodes.append(node)
+    return tuple(nodes)
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """`count` dealt out to the offsets as evenly as integers can be, the larger ones spread."""
+    """Distribute `count` among the offsets as evenly as possible, spreading the larger shares."""
     if not offsets:
         return []
-    each, more = divmod(count, len(offsets))
-    shares = dict.fromkeys(offsets, each)
+    base, more = divmod(count, len(offsets))
+    shares = dict.fromkeys(offsets, base)
     for i in range(more):
         shares[offsets[i * len(offsets) // more]] += 1
     return [(offset, share) for offset, share in shares.items() if share]

@@ -1,1 +1,1 @@
-"""Plans of what lies where and when it is copied: activations, weights. Never imports torch."""
+"""Plans for storing and copying activations and weights in other memory. Never imports torch."""

@@ -1,6 +1,7 @@
-"""Plans of activations: keep, recompute or swap (KARMA, see `activation_problem`).
+"""Plans that keep, recompute or swap activations (KARMA, see `activation_problem`).
 
-The search looks for good decisions first, then for a proof by branch and bound.
+The search first looks for good decisions, and then tries to prove by branch and bound that they are
+optimal.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from moe_plugin.planner.offload.activation_problem import (
 )
 from moe_plugin.planner.offload.schedule import OffloadSchedule, Outcome
 
-MOST_NODES = 100_000  # of the proof; all 3 + 9 + ... + 3^10 of 10 blocks are fewer
-MOST_TRIALS = 40_000  # of the improvement: some seconds
-TOLERANCE = 1e-12  # relative; smaller differences are those of rounding
+MOST_NODES = 100_000  # nodes of the proof; all 3 + 9 + ... + 3^10 nodes of 10 blocks are fewer
+MOST_TRIALS = 40_000  # trials of the local improvement, which take a few seconds
+TOLERANCE = 1e-12  # relative difference below which results differ only by rounding
 
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """Decisions for a model, and what they cost.
+    """Decisions for a model, and their cost.
 
     Attributes:
-        decisions: by block.
-        seconds: of a step.
-        bound_s: no decisions take less, under the rule by which swaps start.
-        proved: no other decisions take less.
-        limit, base: bytes, see `OffloadSchedule`.
+        problem: the blocks and the memory for their activations.
+        decisions: decision for each block.
+        seconds: seconds of a step.
+        bound_s: lower bound of the seconds, given the rule by which swaps start.
+        proved: whether the decisions are proved to be optimal.
+        limit: bytes of the device.
+        base: bytes that are always on the device.
     """
 
     problem: SwapProblem
@@ -50,34 +53,37 @@ class SwapPlan:
 
     @cached_property
     def schedule(self) -> OffloadSchedule:
-        """When everything happens."""
+        """Schedule of all computations and copies."""
         return self.problem.schedule(self.decisions, self.base)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The simulated schedule."""
+        """Result of simulating the schedule."""
         return self.schedule.run()
 
 
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
-    """The decisions with the shortest step that fit.
+    """Return the fitting decisions with the shortest step.
 
-    With up to 10 blocks the best of all 3^n; with more the best that is found, with a lower bound
-    (`SwapPlan.bound_s`) and with whether the search has proved it to be the best.
+    With up to 10 blocks this is the best of all 3^n combinations. With more blocks the result is
+    the best combination found, with a lower bound (`SwapPlan.bound_s`) and a flag that tells
+    whether the search proved that the combination is optimal.
 
     Args:
-        blocks: in the order of forward.
+        blocks: blocks in the order of forward.
         limit: bytes of the device.
-        base: of these, what is on it all the time.
-        duplex: see `OffloadSchedule`.
-    Raises: ValueError: no decisions fit, with the bytes that are needed.
+        base: bytes of the device that are always occupied. Defaults to 0.
+        duplex: whether copies in both directions run at the same time. Defaults to True.
+
+    Raises:
+        ValueError: if no decisions fit. The message states the necessary number of bytes.
     """
     problem = SwapProblem(tuple(blocks), limit - base, duplex)
     need = least_bytes(blocks) + base
     if need > limit:
-        raise ValueError(f"a limit of {limit} bytes is too little: the step needs at least {need} "
-                         f"bytes ({base} of them all the time), with the best of swapping and "
-                         "recomputing; raise it, or use smaller micro-batches")
+        raise ValueError(f"a limit of {limit} bytes is too small: even with swapping and "
+                         f"recomputing, the step needs at least {need} bytes, of which {base} are "
+                         "always occupied. Raise the limit or use smaller micro-batches")
     decisions, proved = search(problem)
     seconds = problem.seconds(decisions)
     bound = seconds if proved else min(seconds, lower_bound(problem))
@@ -85,8 +91,10 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
 
 def uniform(plan: SwapPlan) -> dict[str, float]:
-    """Seconds of a step with one decision for all blocks, under the same limit; inf: it does not
-    fit, or a block cannot be swapped.
+    """Return the seconds of a step that uses one decision for all blocks, by decision.
+
+    The memory limit of the plan applies. The result is inf if the decision does not fit or if a
+    block cannot be swapped.
     """
     problem = plan.problem
     return {decision: problem.seconds((decision,) * len(problem.blocks))
@@ -94,11 +102,11 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
             for decision in DECISIONS}
 
 
-# -- the search
+# The search.
 
 
 def search(problem: SwapProblem) -> tuple[Decisions, bool]:
-    """The best decisions that are found, and whether no others take less.
+    """Return the best decisions found, and whether they are proved to be optimal.
 
     The problem must have decisions that fit.
     """
@@ -109,18 +117,24 @@ def search(problem: SwapProblem) -> tuple[Decisions, bool]:
 
 
 def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
-    """The same with each block kept, the last first, where that takes no longer: fewer copies."""
+    """Keep the activations of more blocks, the last block first, if the step gets no longer.
+
+    Keeping more activations avoids useless copies.
+    """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
-        kept = (*best[:j], KEEP, *best[j + 1:])
-        if problem.seconds(kept) <= seconds:
-            best = kept
+        changed = (*best[:j], KEEP, *best[j + 1:])
+        if problem.seconds(changed) <= seconds:
+            best = changed
     return best
 
 
 def seeds(problem: SwapProblem) -> Iterator[Decisions]:
-    """Decisions to start from: as little memory as possible; and, of the first blocks, some swapped
-    and some recomputed, in two rows or in turns, with the last ones kept (they are needed first).
+    """Yield decisions from which the search starts.
+
+    The first decisions use as little memory as possible. The other decisions keep the last blocks,
+    which backward needs first, and swap or recompute the earlier blocks, either in two groups or
+    alternately.
     """
     blocks = problem.blocks
     size = len(blocks)
@@ -134,13 +148,13 @@ def seeds(problem: SwapProblem) -> Iterator[Decisions]:
                 else RECOMPUTE for j in range(size))
         for swapped in range(0, size - kept + 1, stride):
             for early, late in ((SWAP, RECOMPUTE), (RECOMPUTE, SWAP)):
-                made = (early,) * swapped + (late,) * (size - kept - swapped) + (KEEP,) * kept
+                decisions = (early,) * swapped + (late,) * (size - kept - swapped) + (KEEP,) * kept
                 yield tuple(RECOMPUTE if d == SWAP and not swap else d
-                            for d, swap in zip(made, allowed, strict=True))
+                            for d, swap in zip(decisions, allowed, strict=True))
 
 
 def improve(problem: SwapProblem, decisions: Decisions) -> Decisions:
-    """Change one block or two at a time while that takes less, for `MOST_TRIALS` trials."""
+    """Change one or two blocks at a time as long as that helps, for up to `MOST_TRIALS` trials."""
     best, seconds, left = decisions, problem.seconds(decisions), MOST_TRIALS
     improved = True
     while improved and left > 0 and seconds > problem.compute_s * (1 + TOLERANCE):
@@ -170,14 +184,15 @@ def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decision
 
 @dataclass(frozen=True)
 class _Prefix:
-    """What the decisions for the first blocks cost at least.
+    """Lower bounds of the cost after the decisions for the first blocks.
 
     Attributes:
-        held: bytes that stay. forward_s: of the first blocks.
-        again_s: of recomputing.
-        copies_s: of swapping in.
-        first: the first swapped block; -1: none.
-        again_before_s: of recomputing what comes before it.
+        decisions: decisions for the first blocks.
+        held: bytes that stay on the device.
+        again_s: seconds of recomputation.
+        copies_s: seconds of copies in.
+        first: index of the first swapped block, or -1.
+        again_before_s: seconds to recompute the blocks before the first swapped block.
     """
 
     decisions: Decisions = ()
@@ -189,23 +204,22 @@ class _Prefix:
 
 
 class _Proof:
-    """Depth-first over decisions block by block, without those that cannot take less than the best
-    ones so far.
+    """Depth-first search over decisions, block by block, without branches that cannot win.
 
     Attributes:
-        best: decisions.
-        left: nodes that may still be looked at; 0: the proof was given up.
+        best: best decisions so far.
+        left: number of nodes that may still be visited. 0 means that the proof was abandoned.
     """
 
     def __init__(self, problem: SwapProblem, best: Decisions, seconds: float) -> None:
         self.problem, self.best, self.seconds, self.left = problem, best, seconds, MOST_NODES
         self.forward_s = sum(b.forward_s for b in problem.blocks)
-        self.backward_s = [0.0]  # of the first blocks
+        self.backward_s = [0.0]  # cumulative, by number of blocks
         for b in problem.blocks:
             self.backward_s.append(self.backward_s[-1] + b.backward_s)
 
     def run(self) -> None:
-        """Look at all decisions that can be better, or at `MOST_NODES` prefixes of them."""
+        """Visit all decisions that may be better, up to `MOST_NODES` prefixes."""
         if self._can_improve(_Prefix()):
             self._visit(_Prefix())
 
@@ -242,8 +256,10 @@ class _Proof:
                        prefix.first, prefix.again_before_s)
 
     def _can_improve(self, prefix: _Prefix) -> bool:
-        """Whether a lower bound is below the best: all compute; or forward, all swaps in, and
-        backward from the first swapped block on.
+        """Return whether a lower bound is below the best time.
+
+        One lower bound is the total computation time. Another lower bound is the time of forward,
+        all copies in, and backward from the first swapped block.
         """
         bound = self.problem.compute_s + prefix.again_s
         if prefix.first >= 0:
@@ -253,12 +269,13 @@ class _Proof:
 
 
 def lower_bound(problem: SwapProblem) -> float:
-    """Seconds that no decisions are below.
+    """Return a lower bound of the seconds over all decisions.
 
-    A relaxation: when a block's forward begins, recomputing and swapping must have made the room
-    that it finds missing. A step of T seconds has T minus all compute to recompute parts of blocks;
-    copies out have all forwards between the first block and this one, and as much again; copies in
-    have T minus all of forward and the shortest backward.
+    The bound relaxes the problem: when a block's forward begins, recomputing and swapping must have
+    freed the memory that the block lacks. In a step of T seconds, the time for recomputation is T
+    minus all computation. Copies out can use the time of all forward passes between the first block
+    and this block, plus the time for recomputation. Copies in can use T minus all of forward and
+    the shortest backward.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -273,13 +290,13 @@ def lower_bound(problem: SwapProblem) -> float:
 
 
 def _enough(problem: SwapProblem, seconds: float) -> bool:
-    """Whether the relaxation allows a step of so many seconds."""
+    """Return whether the relaxed problem has a step of this length."""
     blocks, budget = problem.blocks, seconds - problem.compute_s
     swaps = [b for b in blocks if SWAP in b.choices and b.activation_bytes]
     rate_in = max((_rate(b.activation_bytes, b.swap_in_s) for b in swaps), default=0.0)
     rate_out = max((_rate(b.activation_bytes, b.swap_out_s) for b in swaps), default=0.0)
     window_in = seconds - sum(b.forward_s for b in blocks) - min(b.backward_s for b in blocks)
-    before: list[tuple[int, float]] = []  # bytes that recomputing saves, and its seconds
+    before: list[tuple[int, float]] = []  # bytes freed by recomputation, and its seconds
     total, forward, first = 0, 0.0, math.inf
     for block in blocks:
         missing = total + block.activation_bytes + block.workspace_bytes - problem.room
@@ -299,12 +316,12 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Bytes; at an infinite rate as many as there are, in no time, too."""
+    """Return the number of bytes, which is infinite at an infinite rate, even for 0 seconds."""
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """The most bytes that recomputing parts of blocks, (bytes, seconds), saves in a budget."""
+    """Return the most bytes that recomputing (parts of) blocks saves within a time budget."""
     saved = 0.0
     for size, seconds in sorted(blocks, key=lambda b: b[1] / b[0] if b[0] else math.inf):
         part = min(1.0, budget / seconds) if seconds else 1.0

@@ -1,12 +1,13 @@
-"""Keep, recompute or swap the activations of each block, within a limit of memory (KARMA).
+"""The choice to keep, recompute or swap the activations of each block under a memory limit (KARMA).
 
 Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
 KARMA", SC 2020.
 
-Forward computes the blocks in order; what a swapped block keeps for backward leaves the device
-behind it. Backward computes the last block first: swapped activations come back ahead of their
-block, as early as room that nothing needs until then allows, while other blocks are computed or
-recomputed. All waits for room are decided before the step starts.
+Forward computes the blocks in order. The activations of a swapped block are copied out after its
+forward pass. Backward computes the last block first. Swapped activations are copied back ahead of
+their block while other blocks are computed or recomputed. The copy back starts as soon as there is
+memory that no other block needs before the copied activations are used. All waits for memory are
+decided before the step starts.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from moe_plugin.planner.offload.schedule import ModelProfile, OffloadSchedule, O
 from moe_plugin.utils.messages import short
 
 KEEP, RECOMPUTE, SWAP = DECISIONS = ("keep", "recompute", "swap")
-Decisions = tuple[str, ...]  # by block
+Decisions = tuple[str, ...]  # one decision per block
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBlock:
-    """One block. Times in seconds, see `BlockProfile` for the others.
+    """A block and its costs. All times are in seconds.
 
     Attributes:
-        swap_out_s, swap_in_s: seconds to copy its activations; inf: it cannot be swapped.
+        name: name of the block.
+        forward_s, backward_s: seconds of forward and backward.
+        activation_bytes: bytes that forward stores for backward, including the block's input.
+        kept_bytes: bytes of the activations that remain stored if forward is recomputed.
+        workspace_bytes: additional bytes while forward or backward runs.
+        swap_out_s, swap_in_s: seconds to copy the activations out and in. Infinity means that the
+            block cannot be swapped.
     """
 
     name: str
@@ -46,19 +53,19 @@ class SwapBlock:
             value, swap = getattr(self, f.name), f.name.startswith("swap")
             if not value >= 0 or (value == math.inf and not swap):
                 raise ValueError(f"block {short(self.name)}: {f.name}={value} must be a number >= 0"
-                                 + (", or inf" if swap else ""))
+                                 + (" or inf" if swap else ""))
         if self.kept_bytes > self.activation_bytes:
             raise ValueError(f"block {short(self.name)}: kept_bytes={self.kept_bytes} must be at "
                              f"most activation_bytes={self.activation_bytes}")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Decisions that it allows."""
+        """Decisions that are possible for this block."""
         return DECISIONS if self.swap_out_s + self.swap_in_s < math.inf else (KEEP, RECOMPUTE)
 
 
 def blocks_of(profile: ModelProfile) -> list[SwapBlock]:
-    """The blocks of a profile, with the times of copies at its bandwidths."""
+    """Return the blocks of a profile, with copy times at the profile's bandwidths."""
     return [SwapBlock(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
                       activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
                       workspace_bytes=b.workspace_bytes,
@@ -73,13 +80,13 @@ def _copy_s(size: int, bytes_s: float) -> float:
 
 @dataclass(frozen=True)
 class Waits:
-    """When steps start, so that memory is never exceeded. All by block; -1: no wait.
+    """Waits that keep the memory within its limit. All lists are by block; -1 means no wait.
 
     Attributes:
-        forward: the block whose swap out forward waits for.
-        backward: the same of backward.
-        start: of a swapped block, the block whose turn in backward lets its swap in start.
-        started: by turn in backward, the last swap out that has ended then.
+        forward: the block whose copy out must end before this block's forward starts.
+        backward: the block whose copy out must end before this block's backward starts.
+        start: for a swapped block, the block that backward reaches when the copy in may start.
+        started: the last copy out that has ended when this block's turn in backward starts.
     """
 
     forward: list[int]
@@ -90,11 +97,12 @@ class Waits:
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """Blocks in the order of forward, and the room for what they keep.
+    """Blocks in the order of forward, and the memory for their activations.
 
     Attributes:
+        blocks: the blocks.
         room: bytes for activations and workspace.
-        duplex: see `OffloadSchedule`.
+        duplex: whether copies in both directions run at the same time.
     """
 
     blocks: tuple[SwapBlock, ...]
@@ -103,15 +111,15 @@ class SwapProblem:
 
     @cached_property
     def compute_s(self) -> float:
-        """Seconds of a step that keeps everything."""
+        """Seconds of a step that keeps all activations."""
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """See `Waits`; None where the decisions do not fit, whatever waits."""
+        """Return the waits for these decisions, or None if no waits make the decisions fit."""
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
         start, started = [-1] * size, [-1] * size
-        held, queued = 0, 0  # bytes that stay, and that are on their way out
+        held, queued = 0, 0  # bytes that stay on the device, and bytes waiting to be copied out
         pending: deque[int] = deque()
         for j, (block, decision) in enumerate(zip(self.blocks, decisions, strict=True)):
             slack[j] = self.room - held - block.activation_bytes - block.workspace_bytes
@@ -137,8 +145,9 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """The first turn of backward from which on there is room for block i's activations, which
-        it takes from `slack`.
+        """Return the earliest turn of backward from which block i's activations fit the memory.
+
+        The memory is subtracted from `slack`.
         """
         turn, size = i, self.blocks[i].activation_bytes
         while turn + 1 < len(slack) and slack[turn + 1] >= size:
@@ -147,19 +156,19 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Seconds of a step; inf where the decisions do not fit. What `schedule` takes."""
+        """Return the seconds of a step, as `schedule` would take, or inf if it does not fit."""
         waits = self.waits(decisions)
         if waits is None:
             return math.inf
         now = out = 0.0
         size = len(self.blocks)
-        ended = [0.0] * (size + 1)  # of swaps out; the last entry is that of no wait
+        ended = [0.0] * (size + 1)  # ends of copies out; index -1, "no wait", reads the last entry
         for j, block in enumerate(self.blocks):
             now = max(now, ended[waits.forward[j]]) + block.forward_s
             if decisions[j] == SWAP:
                 ended[j] = out = max(out, now) + block.swap_out_s
         arrived = 0.0 if self.duplex else out
-        reached = [0.0] * size  # by block, when its turn in backward comes
+        reached = [0.0] * size  # start of each block's turn in backward
         for j in reversed(range(size)):
             block, reached[j] = self.blocks[j], now
             now = max(now, ended[waits.backward[j]])
@@ -174,14 +183,19 @@ class SwapProblem:
         return now
 
     def schedule(self, decisions: Decisions, base: int = 0) -> OffloadSchedule:
-        """The decisions as a schedule. base: bytes on the device in addition to the room.
+        """Return the schedule that results from these decisions.
 
-        Raises: ValueError: the decisions do not fit, whatever waits.
+        Args:
+            decisions: decision for each block.
+            base: bytes on the device in addition to `room`. Defaults to 0.
+
+        Raises:
+            ValueError: if no waits make the decisions fit the memory.
         """
         waits = self.waits(decisions)
         if waits is None:
-            raise ValueError(f"the decisions {short(decisions)} need more than the room of "
-                             f"{self.room} bytes; recompute or swap more blocks")
+            raise ValueError(f"the decisions {short(decisions)} do not fit into {self.room} bytes. "
+                             "Recompute or swap more blocks")
         steps: list[OffloadStep] = []
         for j, decision in enumerate(decisions):
             steps += self._forward(j, decision, waits)
@@ -229,7 +243,7 @@ class SwapProblem:
 
 
 def least_bytes(blocks: Sequence[SwapBlock]) -> int:
-    """Bytes without which no decisions fit."""
+    """Return the least number of bytes with which any decisions fit."""
     held = most = 0
     for block in blocks:
         most = max(most, held + block.activation_bytes + block.workspace_bytes)

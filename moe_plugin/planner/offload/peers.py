@@ -1,7 +1,8 @@
-"""Peers on a poor network: each streams the whole model, or together they are a pipeline.
+"""Comparison of two ways to train with peers on a slow network.
 
-ATOM's peers compute micro-batches of their own and average weights once in a while; a pipeline's
-peers send every micro-batch's activations and gradients over the links between them.
+In ATOM each peer streams the whole model and computes separate micro-batches, and the peers average
+their weights from time to time. In a pipeline, the peers send the activations and gradients of
+every micro-batch over the links between them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Peers and how they work together.
+    """A group of peers and their network.
 
     Attributes:
-        count: of peers, also of a pipeline's stages.
-        bytes_s: of each peer's link, in one direction.
-        delay_s: of a message.
-        average_every: steps between two averages of weights.
-        averaged_bytes: of the model.
+        count: number of peers, which is also the number of pipeline stages.
+        bytes_s: bandwidth of each peer's link in one direction, in bytes per second.
+        delay_s: delay of a message in seconds.
+        average_every: number of steps between two averages of the weights.
+        averaged_bytes: bytes of the model that are averaged.
     """
 
     count: int
@@ -38,15 +39,19 @@ class Peers:
                 raise ValueError(f"{f.name}={value} must be from {least.get(f.name, 0):g} to 1e18")
 
     def average_s(self) -> float:
-        """Seconds of an average by a ring: reduce-scatter, then all-gather."""
+        """Return the seconds of a ring average: a reduce-scatter followed by an all-gather."""
         turns = 2 * (self.count - 1)
         return turns * (self.averaged_bytes / self.count / self.bytes_s + self.delay_s)
 
 
 @dataclass(frozen=True)
 class Versus:
-    """Seconds for the same micro-batches: `streamed` by peers that each stream the model,
-    `pipelined` by a pipeline of the same peers. mode: of the pipeline, the best one.
+    """Times for the same micro-batches, streamed and pipelined.
+
+    Attributes:
+        streamed: seconds if each peer streams the model.
+        pipelined: seconds of a pipeline of the same peers.
+        mode: sending mode with which the pipeline is fastest.
     """
 
     streamed: float
@@ -55,21 +60,26 @@ class Versus:
 
     @property
     def ratio(self) -> float:
-        """How many times longer the pipeline takes."""
+        """Time of the pipeline divided by the time of streaming."""
         return self.pipelined / self.streamed
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
-    """Peers that stream against a pipeline, both with `count` times g micro-batches a step.
+    """Compare streaming peers with a pipeline.
 
-    In the pipeline's favour: its weights and activations fit, its stages take equally long, it cuts
-    at the thinnest edges, keeps activations instead of computing them again, and steps without an
-    average. Streaming pays a share of each average, which nothing hides.
+    Each alternative computes `count` times g micro-batches per step.
+    The assumptions favour the pipeline: its weights and activations fit, its stages take equally
+    long, it is divided at the thinnest edges, it stores activations instead of recomputing them,
+    and its steps include no average. The streaming time includes a share of each average, which
+    does not overlap with anything.
+
+    Raises:
+        ValueError: if the model has fewer layers than there are peers.
     """
     layers, batches = plan.model.layers, plan.model.batches * peers.count
     if len(layers) < peers.count:
-        raise ValueError(f"a pipeline of {peers.count} stages needs as many layers, not "
-                         f"{len(layers)}; take fewer peers")
+            raise ValueError(f"a pipeline of {peers.count} stages needs at least as many layers, "
+                         f"but the model has {len(layers)}. Use fewer peers")
     edges = sorted(layer.kept_bytes for layer in layers[1:])[:peers.count - 1]
     forward = sum(x.forward_s for x in layers)
     backward = sum(x.backward_s - x.forward_s for x in layers)

@@ -1,9 +1,9 @@
-"""Inference with experts in host memory: four designs, their times and their buffers.
+"""Inference with experts in host memory: times and buffers of four designs.
 
-resident: all experts are on the device. on_demand: a layer's active experts are copied once its
-router has chosen them. prefetch_all: all experts of the next layer are copied while a layer
-computes. pre_gated: the router of a layer chooses the experts of the next one, so that those alone
-are copied while this one computes (Pre-gated MoE, Hwang et al., ISCA 2024).
+In the design resident, all experts are on the device. In on_demand, a layer's active experts are
+copied after its router has chosen them. In prefetch_all, all experts of the next layer are copied
+while a layer computes. In pre_gated, the router of a layer chooses the experts of the next layer,
+so only these experts are copied while the layer computes (Pre-gated MoE, Hwang et al., ISCA 2024).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_plugin.planner.offload.schedule import OffloadSchedule, OffloadStep, Ou
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.messages import short
 
-# with the settings of a run; there are none for prefetch_all
+# settings of a run by design; no settings exist for prefetch_all
 DESIGNS = {"resident": "experts.store: device", "on_demand": "experts.store: host",
            "prefetch_all": "",
            "pre_gated": "experts.store: host, router.pre_gate: 1 (trained so)"}
@@ -27,16 +27,16 @@ Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModel:
-    """A stack of MoE layers, and the machine that runs it.
+    """A stack of MoE layers and the machine that runs them.
 
     Attributes:
-        layers: with experts.
-        experts: of a layer.
-        expert_bytes: of one expert's weights.
-        attention_s: seconds from the experts of a layer to the choice of the next layer's router.
-        expert_s: seconds of the rest of a layer, by active expert.
-        bytes_s: bandwidth from host memory to the device.
-        base_bytes: what else is on the device.
+        layers: number of layers with experts.
+        experts: number of experts per layer.
+        expert_bytes: bytes of one expert's weights.
+        attention_s: seconds from the experts of a layer to the decision of the next layer's router.
+        expert_s: seconds per active expert for the rest of a layer.
+        bytes_s: bandwidth from host memory to the device, in bytes per second.
+        base_bytes: other bytes on the device.
     """
 
     layers: int
@@ -55,26 +55,31 @@ class ExpertModel:
                 raise ValueError(f"{f.name}={short(value)} must be from {least} to 1e16")
 
     def copy_s(self, experts: int) -> float:
-        """Seconds to copy so many experts."""
+        """Return the seconds to copy this number of experts."""
         return experts * self.expert_bytes / self.bytes_s
 
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """A pass that generates one token in each of `tokens` sequences, and its active experts.
+    """Return the model and the active experts for a pass over `tokens` sequences.
 
-    A roofline: every matrix is one launch and is read once. `base_bytes` has the dense weights, and
-    keys and values of whole sequences. Active are as many experts of a layer as tokens choose on
-    average where all experts are equally likely.
+    The pass generates one token per sequence. Times follow a roofline in which every matrix is one
+    launch and is read once. `base_bytes` includes the dense weights, and the keys and values of
+    whole sequences. The number of active experts is the mean for equally likely experts.
 
     Args:
-        link_bytes_s: from where experts lie to the device.
-    Raises: ValueError: no layer has experts, or tokens are below 1.
+        model: shape of the model.
+        device: processor of the machine.
+        link_bytes_s: bandwidth from the memory of the experts to the device, in bytes per second.
+        tokens: number of sequences.
+
+    Raises:
+        ValueError: if no layer has experts, or if `tokens` is less than 1.
     """
     layers, dense = model.moe_layers, model.dense_parameters
     if not layers or tokens < 1:
-        raise ValueError(f"{layers} layers with experts and {tokens} tokens must both be >= 1; "
-                         "see moe_every in the model file, and --tokens")
+        raise ValueError(f"{layers} layers with experts and {tokens} tokens must both be >= 1. "
+                         "Check moe_every in the model file, and --tokens")
     rest = 1 - min(model.top_k, model.experts) / model.experts
     active = max(1, round(model.experts * (1 - rest**tokens)))
     rows = tokens * model.top_k / active
@@ -95,11 +100,13 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
 
 @dataclass(frozen=True)
 class DesignCost:
-    """What a design costs.
+    """Cost of a design.
 
     Attributes:
-        seconds: of a pass.
-        buffer_bytes: of experts on the device, the most at a time.
+        design: name of the design.
+        seconds: seconds of a pass.
+        buffer_bytes: largest number of bytes of experts on the device at a time.
+        outcome: result of the simulation.
     """
 
     design: str
@@ -110,16 +117,20 @@ class DesignCost:
 
 def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
              limit: int | None = None) -> OffloadSchedule:
-    """A design's schedule of some passes, one after another.
+    """Return a design's schedule of consecutive passes.
 
     Args:
         design: one of `DESIGNS`.
-        passes: of each, the active experts by layer, e.g. of a recorded trace.
-        limit: see `OffloadSchedule`.
-    Raises: ValueError: another design; layers or experts that the model lacks.
+        model: the layers and the machine.
+        passes: for each pass, the active experts by layer, for example from a recorded trace.
+        limit: bytes of the device. Defaults to no limit.
+
+    Raises:
+        ValueError: if the design is unknown, or if a pass has other layers or experts than the
+            model.
     """
     if design not in DESIGNS:
-        raise ValueError(f"design {short(design)} must be one of {', '.join(DESIGNS)}")
+        raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")
     base = model.base_bytes
     if design == "resident":
         base += model.layers * model.experts * model.expert_bytes
@@ -131,7 +142,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
 
 
 def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
-    """Time of a pass and expert buffers of all designs."""
+    """Return the time of a pass and the expert buffers of all designs."""
     costs = []
     for design in DESIGNS:
         outcome = schedule(design, model, passes).run()
@@ -141,31 +152,36 @@ def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
 
 
 def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
-    """The fastest design that a run can have and that fits; `ValueError` where none does."""
+    """Return the fastest design that fits and that the settings of a run can select.
+
+    Raises:
+        ValueError: if no design fits.
+    """
     able = [c for c in costs if DESIGNS[c.design]]
     fits = [c for c in able if c.outcome.peak <= limit]
     if not fits:
-        raise ValueError(f"a limit of {limit} bytes is too little: the least, "
+        raise ValueError(f"a limit of {limit} bytes is too small. The smallest design, "
                          f"{min(able, key=lambda c: c.outcome.peak).design}, needs "
-                         f"{min(c.outcome.peak for c in able)}; distribute the experts over ranks")
+                         f"{min(c.outcome.peak for c in able)} bytes. Distribute the experts over "
+                         "more ranks")
     return min(fits, key=lambda c: (c.seconds, c.outcome.peak))
 
 
 def explain(costs: Sequence[DesignCost], limit: int) -> str:
-    """A table of `compare`, and what to set in a run."""
-    taken = best(costs, limit)
+    """Return a table of the costs, and the settings for the best design."""
+    chosen = best(costs, limit)
     lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
               f"{show_size(c.buffer_bytes):>13}{show_size(c.outcome.peak):>13}"
               f"{'' if c.outcome.peak <= limit else '  does not fit'}" for c in costs]
-    left = limit - taken.outcome.peak + taken.buffer_bytes
-    cache = "" if taken.design == "resident" else f", experts.cache up to {show_size(left)}"
-    return "\n".join([*lines, "", f"{taken.design} is the fastest within {show_size(limit)}: "
-                      f"{DESIGNS[taken.design]}{cache}"])
+    left = limit - chosen.outcome.peak + chosen.buffer_bytes
+    cache = "" if chosen.design == "resident" else f", experts.cache up to {show_size(left)}"
+    return "\n".join([*lines, "", f"{chosen.design} is the fastest within {show_size(limit)}: "
+                      f"{DESIGNS[chosen.design]}{cache}"])
 
 
 def as_dict(costs: Sequence[DesignCost], limit: int) -> dict[str, Any]:
-    """The same as plain values for JSON."""
+    """Return the costs as plain values for JSON."""
     return {"best": best(costs, limit).design, "limit_bytes": limit, "designs": [
         {"design": c.design, "seconds": c.seconds, "stall_s": c.outcome.stall_s,
          "buffer_bytes": c.buffer_bytes, "peak_bytes": c.outcome.peak} for c in costs]}
@@ -173,8 +189,8 @@ def as_dict(costs: Sequence[DesignCost], limit: int) -> dict[str, Any]:
 
 def _check(model: ExpertModel, number: int, active: Pass) -> None:
     if len(active) != model.layers:
-        raise ValueError(f"pass {number} has {len(active)} layers, the model {model.layers}; give "
-                         "the active experts of each MoE layer")
+        raise ValueError(f"pass {number} has {len(active)} layers, but the model has "
+                         f"{model.layers}. Provide the active experts of each MoE layer")
     for layer, experts in enumerate(active):
         unknown = [e for e in experts if not 0 <= e < model.experts]
         if unknown:
@@ -183,12 +199,12 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Issues the steps of passes. All layers of all passes are numbered in one row."""
+    """Issues the steps of passes. The layers of all passes are numbered consecutively."""
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
         self.steps: list[OffloadStep] = []
-        self.computed: list[str] = []  # by layer, the step that ends with its experts' buffers
+        self.computed: list[str] = []  # by layer, the step after which its buffers are free
 
     def add(self, number: int, active: list[list[int]]) -> None:
         """Issue one pass."""
@@ -207,21 +223,21 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Copies of the active experts, into what the layer before the last one has left."""
+        """Issue copies of the active experts into the buffers of the layer before the last one."""
         after = (decided, *self.computed[-1:])
-        made = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
-                            takes=self.model.expert_bytes, block=label) for e in experts]
-        self.steps += made
-        return made
+        copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
+                              takes=self.model.expert_bytes, block=label) for e in experts]
+        self.steps += copies
+        return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """A copy of all experts of a layer, into what the layer before the last one has left."""
+        """Issue a copy of all experts into the buffers of the layer before the last one."""
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
-        made = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,
+        copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,
                            takes=count * self.model.expert_bytes, block=label)
-        self.steps.append(made)
-        return [made]
+        self.steps.append(copy)
+        return [copy]
 
     def _compute(self, label: str, active: int, copies: list[OffloadStep]) -> None:
         name = f"experts {label}"

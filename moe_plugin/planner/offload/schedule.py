@@ -1,8 +1,8 @@
-"""Schedules of compute and copies between a device and a slow tier, with a ledger of memory.
+"""Schedules of compute and copies between a device and slower memory, with memory accounting.
 
-A device has three streams: it computes, copies in and copies out at the same time; each stream runs
-one step at a time, in issue order. The ledger counts bytes and delays nothing: a step that needs
-room waits for the step that frees it by naming it in `after`.
+A device has three streams that work at the same time: one computes, one copies in, and one copies
+out. Each stream runs one step at a time, in issue order. The accounting of bytes delays no step: a
+step that needs memory must list in `after` the step that frees this memory.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from moe_plugin.planner.units import load_record
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import write_regular
 
-# What a model's blocks take, as measured: the input of the plans for memory, a file of JSON.
-MAX_SECONDS, MAX_BYTES, MAX_BLOCKS = 1e6, 10**16, 10_000  # beyond any block or model
+# Limits of block profiles, far beyond any real block or model.
+MAX_SECONDS, MAX_BYTES, MAX_BLOCKS = 1e6, 10**16, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """One block of a model, for one micro-batch.
+    """Measured costs of one block of a model, for one micro-batch.
 
     Attributes:
-        name: unique in its model.
-        forward_s, backward_s: seconds; backward without computing forward again.
-        activation_bytes: what forward keeps for backward, the block's input included.
-        kept_bytes: of these, what stays when forward is computed again: the block's input. It is
-            also what travels from the block before, where a model is cut.
-        parameter_bytes: of the block's weights.
-        gradient_bytes: of their gradients.
-        workspace_bytes: needed only while forward or backward run, beyond what they keep.
+        name: unique name in the model.
+        forward_s, backward_s: seconds of forward, and of backward without recomputation.
+        activation_bytes: bytes that forward stores for backward, including the block's input.
+        kept_bytes: bytes of the activations that remain if forward is recomputed, which is the
+            block's input. If a model is divided before this block, the same bytes are sent between
+            the two parts.
+        parameter_bytes: bytes of the block's weights.
+        gradient_bytes: bytes of the gradients of the weights.
+        workspace_bytes: additional bytes that are needed only while forward or backward runs.
     """
 
     name: str
@@ -53,22 +54,23 @@ class BlockProfile:
             value, most = getattr(self, f.name), MAX_SECONDS if f.name[-2:] == "_s" else MAX_BYTES
             if not 0 <= value <= most:
                 raise ValueError(f"block {short(self.name)}: {f.name}={short(value)} must be from "
-                                 f"0 to {most:g}; measure it again")
+                                 f"0 to {most:g}; measure the block again")
         if self.kept_bytes > self.activation_bytes:
             raise ValueError(f"block {short(self.name)}: kept_bytes={self.kept_bytes} must be at "
-                             f"most activation_bytes={self.activation_bytes}, which counts the "
-                             "input, too")
+                             f"most activation_bytes={self.activation_bytes}, because activations "
+                             "include the block's input")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model's blocks in the order of forward, and the machine that they were measured on.
+    """A model's blocks in the order of forward, and the machine on which they were measured.
 
     Attributes:
-        name: for people.
-        blocks: one or more.
-        base_bytes: on the device all the time: weights that stay, optimizer state, buffers.
-        in_bytes_s, out_bytes_s: bandwidth of copies to the device and from it; 0: no copies.
+        blocks: the blocks, at least one.
+        name: name that is shown to users.
+        base_bytes: bytes that are always on the device: resident weights, optimizer state, buffers.
+        in_bytes_s, out_bytes_s: bandwidth of copies to and from the device, in bytes per second. 0
+            means that copies are not possible.
         duplex: whether copies in both directions run at the same time.
     """
 
@@ -81,30 +83,34 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.blocks) <= MAX_BLOCKS:
-            raise ValueError(f"profile {short(self.name)} has {len(self.blocks)} blocks; give from "
-                             f"1 to {MAX_BLOCKS}")
+            raise ValueError(f"profile {short(self.name)} has {len(self.blocks)} blocks; it must "
+                             f"have from 1 to {MAX_BLOCKS} blocks")
         names = [block.name for block in self.blocks]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"profile {short(self.name)}: block {short(twice)} occurs twice; give "
-                             "each block a name of its own")
+            raise ValueError(f"profile {short(self.name)}: block {short(twice)} occurs twice. "
+                             "Assign a unique name to each block")
         for key, most in (("base_bytes", MAX_BYTES), ("in_bytes_s", 1e15), ("out_bytes_s", 1e15)):
             if not 0 <= getattr(self, key) <= most:
                 raise ValueError(f"profile {short(self.name)}: {key}={short(getattr(self, key))} "
-                                 f"must be from 0 to {most:g}; measure it again")
+                                 f"must be from 0 to {most:g}; measure the model again")
 
     @property
     def compute_s(self) -> float:
-        """Seconds of all forwards and backwards, nothing computed twice."""
+        """Seconds of all forward and backward passes without recomputation."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
     def save(self, path: str | Path) -> Path:
-        """Write a file, whole or not at all."""
+        """Write the profile to a file atomically."""
         return write_regular(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> ModelProfile:
-    """Read a file of a profile, JSON or YAML; `ValueError` where it does not hold one."""
+    """Read a profile from a JSON or YAML file.
+
+    Raises:
+        ValueError: if the file cannot be read or contains no profile.
+    """
     return load_record(ModelProfile, path, "profile file", "see docs/activations.md")
 
 
@@ -113,16 +119,16 @@ STREAMS = ("compute", "in", "out")
 
 @dataclass(frozen=True)
 class OffloadStep:
-    """One step of a stream.
+    """A step of one stream.
 
     Attributes:
-        name: unique in a schedule.
-        stream: "compute", "in" (copies to the device) or "out" (copies from it).
-        seconds: how long it runs.
-        after: names of steps, issued before it, that must have ended.
-        takes: bytes that it allocates on the device when it starts.
-        frees: bytes that it releases when it ends.
-        block: what it belongs to, for people.
+        name: unique name in the schedule.
+        stream: "compute", "in" (copies to the device) or "out" (copies from the device).
+        seconds: duration of the step.
+        after: names of earlier issued steps that must end before this step starts.
+        takes: bytes that the step allocates on the device when it starts.
+        frees: bytes that the step releases when it ends.
+        block: name of the block to which the step belongs, for display.
     """
 
     name: str
@@ -135,32 +141,32 @@ class OffloadStep:
 
     def __post_init__(self) -> None:
         if self.stream not in STREAMS:
-            raise ValueError(f"step {short(self.name)}: stream {short(self.stream)} must be one of "
-                             f"{', '.join(STREAMS)}")
+            raise ValueError(f"step {short(self.name)}: stream {short(self.stream)} is unknown. "
+                             f"Choose from {', '.join(STREAMS)}")
         if not (self.seconds >= 0 and math.isfinite(self.seconds)):
             raise ValueError(f"step {short(self.name)}: seconds={self.seconds} must be a finite "
-                             "number >= 0; leave out copies that never end")
+                             "number >= 0; omit copies that never end")
         if min(self.takes, self.frees) < 0:
             raise ValueError(f"step {short(self.name)}: takes={self.takes} and "
-                             f"frees={self.frees} must be bytes >= 0")
+                             f"frees={self.frees} must be numbers of bytes >= 0")
 
     @property
     def moved(self) -> int:
-        """Bytes that it copies."""
+        """Bytes that the step copies."""
         return {"in": self.takes, "out": self.frees, "compute": 0}[self.stream]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a schedule does.
+    """Result of a simulated schedule.
 
     Attributes:
-        timeline: spans in issue order; resources are the streams, phases the blocks.
-        memory: (seconds, bytes on the device) after each change, in the order of time.
-        peak: the most bytes on the device at a time.
-        peak_step: the step that reached it.
-        stalls: by compute step, the seconds for which the compute stream waited before it.
-        moved_in, moved_out: bytes copied to the device, and from it.
+        timeline: spans in issue order. Resources are the streams, and phases are the blocks.
+        memory: (seconds, bytes on the device) after each change, in chronological order.
+        peak: largest number of bytes on the device at a time.
+        peak_step: name of the step that reached the peak.
+        stalls: seconds that the compute stream waited before each compute step.
+        moved_in, moved_out: bytes copied to and from the device.
     """
 
     timeline: Timeline
@@ -173,35 +179,35 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """End of the last step."""
+        """Time at which the last step ends, in seconds."""
         return self.timeline.seconds
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which the compute stream waited between or before its steps."""
+        """Seconds that the compute stream waited between or before its steps."""
         return sum(self.stalls.values())
 
     @property
     def occupancy(self) -> float:
-        """Share of the time in which the compute stream is busy; 1 of an empty schedule."""
+        """Share of the time in which the compute stream is busy, or 1 for an empty schedule."""
         return self.timeline.busy("compute") / self.seconds if self.seconds else 1.0
 
     @cached_property
     def ended(self) -> dict[str, float]:
-        """By step, when it ended."""
+        """End of each step in seconds."""
         return {span.task.name: span.end for span in self.timeline.spans}
 
     @cached_property
     def started(self) -> dict[str, float]:
-        """By step, when it started."""
+        """Start of each step in seconds."""
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """The timeline in the trace format of Chrome and Perfetto, with a counter of bytes."""
-        made = self.timeline.trace(STREAMS)
-        made["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
-                                 "args": {"bytes": size}} for at, size in self.memory]
-        return made
+        """Return a Chrome and Perfetto trace of the timeline, with a counter of used bytes."""
+        trace = self.timeline.trace(STREAMS)
+        trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
+                                  "args": {"bytes": size}} for at, size in self.memory]
+        return trace
 
 
 @dataclass(frozen=True)
@@ -209,10 +215,11 @@ class OffloadSchedule:
     """Steps in issue order.
 
     Attributes:
-        limit: the most bytes that may be on the device at a time; None: any number.
-        base: bytes that stay on it all the time.
-        duplex: copies in and out run at the same time; False: one after another, in issue
-            order, as those of a single queue do.
+        steps: the steps.
+        limit: largest number of bytes that may be on the device at a time. None means no limit.
+        base: bytes that are always on the device.
+        duplex: whether copies in and out run at the same time. Otherwise copies run one after
+            another in issue order, like copies of a single queue.
     """
 
     steps: tuple[OffloadStep, ...]
@@ -228,20 +235,23 @@ class OffloadSchedule:
         object.__setattr__(self, "_tasks", tuple(tasks))
 
     def run(self) -> Outcome:
-        """Simulate it.
+        """Simulate the schedule.
 
-        Raises: ValueError: a step waits for one that is not issued before it, or occurs twice; the
-            bytes on the device exceed the limit, with the step; more is freed than was taken.
+        Raises:
+            ValueError: if a step waits for a step that is not issued before it, if a step occurs
+                twice, if the bytes on the device exceed the limit, or if more bytes are freed than
+                were allocated.
         """
         timeline = simulate(self._tasks)
         memory: list[tuple[float, int]] = [(0.0, self.base)]
         size, peak, peak_step = self.base, self.base, ""
-        self._check("what is resident all the time", peak)
+        self._check("the resident memory", peak)
         for at, index, change in _changes(self.steps, timeline.spans):
             size += change
             if size < self.base:
                 raise ValueError(f"step {short(self.steps[index].name)} frees {-change} bytes, "
-                                 f"{self.base - size} more than steps took; free what was taken")
+                                 f"which is {self.base - size} more than steps allocated. Free "
+                                 "only allocated bytes")
             if size > peak:
                 peak, peak_step = size, self.steps[index].name
                 self._check(f"step {short(peak_step)}", peak)
@@ -253,16 +263,16 @@ class OffloadSchedule:
 
     def _check(self, what: str, size: int) -> None:
         if self.limit is not None and size > self.limit:
-            raise ValueError(f"{what} brings the device to {size} bytes, above the limit of "
-                             f"{self.limit}; raise the limit or keep less on the device")
+            raise ValueError(f"{what} raises the memory of the device to {size} bytes, above the "
+                             f"limit of {self.limit}. Raise the limit or store less on the device")
 
 
 def _changes(steps: tuple[OffloadStep, ...],
              spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
-    """(seconds, step, bytes) of what steps take and free, in the order of time.
+    """Yield (seconds, step, change of bytes) in chronological order.
 
-    At the same time, steps that have been running end before others start; what starts then does so
-    in issue order, and a step of no length ends before the next one starts.
+    At equal times, running steps end before other steps start. Steps that start at the same time do
+    so in issue order, and a step of zero length ends before the next step starts.
     """
     order = []
     for index, (step, span) in enumerate(zip(steps, spans, strict=True)):
@@ -275,7 +285,7 @@ def _changes(steps: tuple[OffloadStep, ...],
 
 
 def _stalls(timeline: Timeline) -> dict[str, float]:
-    """By compute step, seconds between the end of the one before and its start; without zeros."""
+    """Return, by compute step, the seconds for which the compute stream idles before the step."""
     stalls, end = {}, 0.0
     for span in timeline.spans:
         if span.task.resource == "compute":

@@ -1,17 +1,16 @@
-"""A whole model through one device, segment by segment (ATOM).
+"""Streaming of a whole model through one device, segment by segment (ATOM).
 
 Source: "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
-Environment", 2024. While one segment computes g micro-batches, the next one's weights come in and
-the gradients of the one before go out; the next stage starts when all of these are done. The last
-two segments stay at the turn from forward to backward. Conditions:
+Environment", 2024. While one segment computes g micro-batches, the weights of the next segment are
+copied in and the gradients of the previous segment are copied out. The next stage starts when all
+of this is done. The last two segments stay on the device between forward and backward. Conditions:
 
-(i) two neighbouring segments with gradients and activations fit into the limit;
-(ii) computing a segment takes at least as long as the copies of its stage: then nothing stalls but
-    the first load;
-(iii) of cuts that take equally long, those through the thinnest edges.
+(i) Two neighbouring segments with their gradients and activations must fit into the limit.
+(ii) If computing each segment takes at least as long as its copies, only the first load stalls.
+(iii) Of divisions that take equally long, the division through the thinnest edges is chosen.
 
-A stage's time depends on three neighbouring segments, so that a dynamic program over the ends of
-two of them finds the best cuts of all.
+The time of a stage depends on three neighbouring segments. Therefore a dynamic program over the
+ends of two segments finds the best division.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from itertools import accumulate, pairwise
 from moe_plugin.planner.offload.schedule import ModelProfile, OffloadSchedule, OffloadStep, Outcome
 from moe_plugin.utils.messages import short
 
-MOST_LAYERS = 128  # the search grows with the fourth power
+MOST_LAYERS = 128  # the search time grows with the fourth power of this number
 MOST_BATCHES = 4096
-TOLERANCE = 1e-9  # relative: paths that are this much above an upper bound are kept
+TOLERANCE = 1e-9  # relative excess over an upper bound up to which paths are kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer, for one micro-batch. Times in seconds.
+    """Costs of one layer for one micro-batch. Times are in seconds.
 
     Attributes:
-        backward_s: with computing forward again, as only inputs of layers are kept.
-        load_s: to bring its weights to the device.
-        out_s: to bring its gradients from it.
-        weight_bytes, gradient_bytes: on the device while its segment is there.
-        kept_bytes: its input, kept from forward to backward; also what is sent where the model is
-            split in front of it.
-        workspace_bytes: while it computes one micro-batch.
+        backward_s: seconds of backward including recomputation, as only layer inputs are stored.
+        load_s: seconds to copy the layer's weights to the device.
+        out_s: seconds to copy the layer's gradients from the device.
+        weight_bytes, gradient_bytes: bytes on the device while the layer's segment is resident.
+        kept_bytes: bytes of the layer's input, stored from forward to backward. If the model is
+            divided before this layer, the same bytes are sent between the two parts.
+        workspace_bytes: additional bytes while the layer computes one micro-batch.
     """
 
     name: str
@@ -63,11 +62,11 @@ class Layer:
 
 
 def layers_of(profile: ModelProfile) -> list[Layer]:
-    """The layers of a profile; `ValueError` where it has no bandwidth."""
+    """Return the layers of a profile. Raises `ValueError` if the profile lacks a bandwidth."""
     into, out = profile.in_bytes_s, profile.out_bytes_s
     if not into or not out:
         raise ValueError(f"profile {short(profile.name)}: in_bytes_s={into} and out_bytes_s={out} "
-                         "must be > 0 for weights to stream; measure them")
+                         "must be > 0 to stream weights; measure the bandwidths")
     return [Layer(name=b.name, forward_s=b.forward_s, backward_s=b.forward_s + b.backward_s,
                   load_s=b.parameter_bytes / into, out_s=b.gradient_bytes / out,
                   weight_bytes=b.parameter_bytes, gradient_bytes=b.gradient_bytes,
@@ -77,11 +76,11 @@ def layers_of(profile: ModelProfile) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers that are on the device together; all of g micro-batches.
+    """Layers that are on the device together, with totals over g micro-batches.
 
     Attributes:
-        begin, end: layers [begin, end).
-        kept_before: bytes of inputs that layers before it keep.
+        begin, end: the segment consists of the layers [begin, end).
+        kept_before: bytes of the inputs that earlier layers store.
     """
 
     begin: int
@@ -100,9 +99,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """What runs at the same time: computing a segment, loading one, sending gradients of one out.
+    """Work that runs at the same time: computing, loading and sending gradients of segments.
 
-    need: bytes on the device, without what is there all the time.
+    need: bytes on the device during the stage, except those that are always resident.
     """
 
     compute: Segment | None = None
@@ -113,42 +112,42 @@ class Stage:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of computing."""
+        """Seconds of computation."""
         if self.compute is None:
             return 0.0
         return self.compute.backward_s if self.backward else self.compute.forward_s
 
     @property
     def seconds(self) -> float:
-        """Until all is done."""
+        """Seconds until computation and copies are done."""
         return max(self.compute_s, self.load.load_s if self.load else 0.0,
                    self.out.out_s if self.out else 0.0)
 
 
 class Streamed:
-    """Layers that stream through a device with g accumulated micro-batches.
+    """Layers that are streamed through a device with g accumulated micro-batches.
 
     Args:
-        layers: in the order of forward, at most `MOST_LAYERS`.
-        batches: g.
+        layers: layers in the order of forward, at most `MOST_LAYERS`.
+        batches: g, the number of accumulated micro-batches.
         limit: bytes of the device.
-        base: of these, what is there all the time.
-    Raises: ValueError: no layers, or too many; g out of bounds.
+        base: bytes of the device that are always occupied. Defaults to 0.
+    Raises: ValueError: if the number of layers or of micro-batches is out of bounds.
     """
 
     def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
         if not 1 <= len(layers) <= MOST_LAYERS:
-            raise ValueError(f"{len(layers)} layers: must be from 1 to {MOST_LAYERS}; take several "
-                             "as one")
+            raise ValueError(f"the model has {len(layers)} layers; it must have from 1 to "
+                             f"{MOST_LAYERS}. Merge several layers into one")
         if not 1 <= batches <= MOST_BATCHES:
-            raise ValueError(f"{short(batches)} accumulated micro-batches: must be from 1 to "
-                             f"{MOST_BATCHES}")
+            raise ValueError(f"the number of accumulated micro-batches is {short(batches)}; it "
+                             f"must be from 1 to {MOST_BATCHES}")
         self.layers, self.batches, self.limit, self.base = tuple(layers), batches, limit, base
         self._kept = [0, *accumulate(batches * x.kept_bytes for x in layers)]
         self._segments: dict[tuple[int, int], Segment] = {}
 
     def segment(self, begin: int, end: int) -> Segment:
-        """Layers [begin, end)."""
+        """Return the segment of the layers [begin, end)."""
         if (begin, end) not in self._segments:
             part, g = self.layers[begin:end], self.batches
             self._segments[begin, end] = Segment(
@@ -161,26 +160,26 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """The segments that end in front of these layers, the last one at the end."""
+        """Return the segments that end before these layers. The last segment ends the model."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
-        """A segment's forward, while the next one's weights come in."""
+        """Return the stage of a segment's forward, which overlaps with loading the next segment."""
         need = here.kept_before + here.kept + here.workspace + here.weights
         need += following.weights if following else 0
         return Stage(here, following, need=need)
 
     def backward_stage(self, before: Segment | None, here: Segment,
                        behind: Segment | None) -> Stage:
-        """A segment's backward, while the weights of the one before it come in and the gradients of
-        the one behind it go out. Behind the last one nothing does: its neighbour is still there.
-        """
+        """Return the stage of a segment's backward, which overlaps with copies of its neighbours.
+
+        For the last segment no weights are loaded, because its neighbour is still resident."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
 
     def stages(self, parts: Sequence[Segment]) -> Iterator[Stage]:
-        """All stages of a step in their order."""
+        """Yield all stages of a step in their order."""
         padded = [None, *parts, None]
         yield Stage(load=parts[0], need=parts[0].weights)
         for here, following in pairwise(padded[1:]):
@@ -190,24 +189,24 @@ class Streamed:
         yield Stage(out=parts[0], need=parts[0].gradients)
 
     def seconds(self, ends: Sequence[int]) -> float:
-        """Seconds of a step; inf where it does not fit."""
+        """Return the seconds of a step, or inf if a stage does not fit the memory."""
         stages = list(self.stages(self.segments(ends)))
         return sum(stage.seconds for stage in stages) if self.fits(*stages) else math.inf
 
     def fits(self, *stages: Stage) -> bool:
-        """Whether the device has room for each of these stages."""
+        """Return whether each of these stages fits the memory of the device."""
         return all(self.base + stage.need <= self.limit for stage in stages)
 
     def schedule(self, ends: Sequence[int]) -> OffloadSchedule:
-        """The cuts as a schedule."""
+        """Return the schedule for segments with these ends."""
         steps: list[OffloadStep] = []
         before: tuple[str, ...] = ()
         parts = self.segments(ends)
-        there = {parts[-1], *parts[-2:]}  # at the turn
+        there = {parts[-1], *parts[-2:]}  # segments that stay resident between forward and backward
         for stage in self.stages(parts):
-            made = list(self._steps(stage, before, there))
-            steps += made
-            before = tuple(step.name for step in made)
+            issued = list(self._steps(stage, before, there))
+            steps += issued
+            before = tuple(step.name for step in issued)
         return OffloadSchedule(tuple(steps), self.limit, self.base)
 
     def _steps(self, stage: Stage, before: tuple[str, ...],
@@ -233,28 +232,28 @@ class Streamed:
                            frees + part.workspace, label)
 
     def label(self, part: Segment) -> str:
-        """The names of the first and last layer."""
+        """Return the name of the segment's first layer, or of its first and last layer."""
         first, last = self.layers[part.begin].name, self.layers[part.end - 1].name
         return first if first == last else f"{first}-{last}"
 
 
-_Cost = tuple[float, int]  # seconds, bytes of the tensors at the cuts
+_Cost = tuple[float, int]  # seconds, and bytes of the tensors at the borders of segments
 _State = tuple[Segment | None, Segment]  # the last two segments
 
 
 def best_ends(model: Streamed) -> tuple[int, ...] | None:
-    """The ends of the segments of the shortest step, and of equally short ones of that with the
-    thinnest edges; None where nothing fits.
+    """Return the ends of the segments of the shortest step, or None if no division fits.
 
-    A dynamic program over the last two segments, whose cost is that of the stages before them;
-    paths that cannot come below the best even cut are left out.
+    Of equally short steps, the step with the thinnest edges is chosen. The dynamic program runs
+    over the last two segments, with the cost of all stages before them. Paths that cannot beat the
+    best even division are omitted.
     """
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
-               for count in range(1, size + 1))  # of cuts into about as many layers each
+               for count in range(1, size + 1))  # best division into parts of similar size
     most = even * (1 + TOLERANCE)
     both = [model.batches * (x.forward_s + x.backward_s) for x in reversed(model.layers)]
-    rest = [0.0, *accumulate(both)][::-1]  # compute from a layer on
+    rest = [0.0, *accumulate(both)][::-1]  # compute time from each layer to the end
     costs: dict[_State, _Cost] = {}
     parents: dict[_State, _State | None] = {}
     ending: dict[int, list[_State]] = defaultdict(list)
@@ -271,13 +270,13 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
     for end in range(1, size + 1):
         first = model.segment(0, end)
         reach((None, first), (first.load_s, 0), None)
-    best, found = (math.inf, 0), None
+    best, final = (math.inf, 0), None
     for end in range(1, size + 1):
         for state in ending[end]:
             if end == size:
                 cost = _added(model, costs[state], state, None)
                 if cost < best:
-                    best, found = cost, state
+                    best, final = cost, state
                 continue
             for further in range(end + 1, size + 1):
                 following = model.segment(end, further)
@@ -285,14 +284,14 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
                 if cost[0] < math.inf:
                     reach((state[1], following), cost, state)
     ends = []
-    while found:
-        ends.append(found[1].end)
-        found = parents[found]
+    while final:
+        ends.append(final[1].end)
+        final = parents[final]
     return tuple(reversed(ends)) or None
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """The cost with both stages of the last segment; inf where they do not fit."""
+    """Return the cost with both stages of the last segment added, or inf if they do not fit."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -304,11 +303,11 @@ def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | Non
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Cuts of a model.
+    """Division of a model into segments.
 
     Attributes:
-        ends: of the segments.
-        seconds: of a step of g micro-batches.
+        ends: ends of the segments.
+        seconds: seconds of a step of g micro-batches.
     """
 
     model: Streamed
@@ -317,67 +316,68 @@ class StreamPlan:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Layers of each segment."""
+        """Number of layers of each segment."""
         return tuple(part.end - part.begin for part in self.parts)
 
     @property
     def parts(self) -> list[Segment]:
-        """The segments."""
+        """Segments of the plan."""
         return self.model.segments(self.ends)
 
     @property
     def fill_s(self) -> float:
-        """Seconds of the first load, which nothing hides."""
+        """Seconds of the first load, which does not overlap with computation."""
         return self.parts[0].load_s
 
     @property
     def hides(self) -> bool:
-        """Condition (ii): computing hides all copies but the first load, and the gradients that go
-        out while and after the first segment, the last to compute, does.
-        """
+        """Whether computation hides all copies that it can hide, condition (ii).
+
+        The exceptions are the first load, and copies of gradients during and after the backward
+        pass of the first segment."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which computing waits after the first load."""
+        """Seconds for which computation waits after the first load."""
         return self.outcome.stall_s - self.fill_s
 
     @property
     def edge_bytes(self) -> int:
-        """Bytes of the tensors at the cuts, of one micro-batch."""
+        """Bytes of the tensors at the borders of segments, for one micro-batch."""
         return sum(part.edge_bytes for part in self.parts)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """The simulated schedule."""
+        """Result of simulating the schedule."""
         return self.model.schedule(self.ends).run()
 
 
 def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> StreamPlan:
-    """The best of all cuts: the shortest step, and of equally short ones the thinnest edges.
+    """Return the division with the shortest step and, among equally short ones, the thinnest edges.
 
     Args:
-        layers, batches, limit, base: see `Streamed`.
-    Raises: ValueError: nothing fits, with what the smallest segments need.
+        layers, batches, limit, base: same as in `Streamed`.
+    Raises: ValueError: if nothing fits. The message states how much the smallest segments need.
     """
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
     if ends is None:
         need = base + max(s.need for s in model.stages(model.segments(range(1, len(layers) + 1))))
-        raise ValueError(f"a limit of {limit} bytes is too little: with a segment for each of "
+        raise ValueError(f"a limit of {limit} bytes is too small. With one segment for each of "
                          f"{len(layers)} layers and {batches} micro-batches the step needs {need} "
-                         "bytes; raise it, split layers, or accumulate fewer micro-batches")
+                         "bytes. Raise the limit, split layers, or accumulate fewer micro-batches")
     return StreamPlan(model, ends, model.seconds(ends))
 
 
-MOST = 256  # micro-batches
+MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 
 
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
-    """The plan with the fewest micro-batches that hides all copies; None: none up to `MOST` does.
+    """Return the plan with the fewest micro-batches that hides all copies, or None beyond `MOST`.
 
-    Found by doubling and halving: more micro-batches hide more, as long as their inputs fit.
+    The number is found by bisection, because more micro-batches hide more as long as they fit.
     """
     low, high, best = 0, 1, None
     while best is None:
@@ -387,14 +387,14 @@ def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> Stream
         low, high = (low, high) if best else (high, 2 * high)
     while high - low > 1:
         middle = (low + high) // 2
-        made = _hiding(layers, middle, limit, base)
-        best, low, high = (made, low, middle) if made else (best, middle, high)
+        candidate = _hiding(layers, middle, limit, base)
+        best, low, high = (candidate, low, middle) if candidate else (best, middle, high)
     return best
 
 
 def _hiding(layers: Sequence[Layer], batches: int, limit: int, base: int) -> StreamPlan | None:
     try:
-        made = plan(layers, batches, limit, base)
+        candidate = plan(layers, batches, limit, base)
     except ValueError:
-        return None  # the inputs of so many need more room
-    return made if made.hides else None
+        return None  # the inputs of this many micro-batches do not fit
+    return candidate if candidate.hides else None

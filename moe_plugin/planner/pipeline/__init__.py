@@ -1,1 +1,1 @@
-"""Schedules of pipeline stages: what a stage computes when, how long it takes, what is alive."""
+"""Schedules of pipeline stages: task order, step time and memory of activations."""

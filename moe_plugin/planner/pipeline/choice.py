@@ -1,4 +1,4 @@
-"""Which schedule: the fastest predicted one whose activations fit the memory."""
+"""Chooses the fastest predicted pipeline schedule whose activations fit the memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from moe_plugin.planner.units import load_record
 
 SCHEDULES = ("1f1b", "eager-1f1b", "terapipe")
 MOST_TOKENS, MOST_PIECES, MOST_BATCH = 1 << 24, 512, 64
-GAPS = 1000  # of bounds that are tried between no time and that of a whole sequence
-TRANSPORTS = {"nccl": "blocking", "gloo": "paired"}  # by what Megatron's 1F1B sends
+GAPS = 1000  # number of bounds tried between zero and the time of a whole sequence
+TRANSPORTS = {"nccl": "blocking", "gloo": "paired"}  # sending mode of Megatron's 1F1B
 
 
 def _is_sample(value: Any, numbers: int) -> bool:
@@ -31,23 +31,29 @@ def _is_sample(value: Any, numbers: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Times and sizes of one micro-batch on each pipeline stage, measured or assumed.
+    """Measured or assumed times and sizes of one micro-batch on each pipeline stage.
 
     Attributes:
-        micro_batches: of a step, in one pipeline.
-        forward_s, backward_s: seconds by stage, first to last.
-        transfer_s: seconds of its activations, or their gradient, between two stages.
-        activation_bytes: by stage, what backward needs of one micro-batch; empty: not known.
-        memory_bytes: what activations may take on each rank; 0: any.
-        transport: nccl, or gloo, which sends what crosses between two stages in turn.
-        sequence: tokens of a sequence, where slices of it are to be compared, too; 0: they are not.
-        slice_samples: [tokens, earlier tokens of the sequence, seconds] of forward passes of
-            slices on the slowest stage, measured; some with no earlier tokens. With `batch` each
-            begins with its number of sequences.
-        batch: sequences of a step in one pipeline, where the size of a micro-batch is to be chosen
-            with its slices; 0: it is given.
-        granularity: tokens that are not cut apart; a divisor of `sequence`.
-        slices: lengths that are given, in tokens; empty: the best by the samples.
+        name: name of the profile.
+        micro_batches: number of micro-batches per step in one pipeline.
+        forward_s, backward_s: seconds of each stage, from first to last.
+        transfer_s: seconds to send a micro-batch's activations, or their gradient, between two
+            stages.
+        activation_bytes: bytes that backward needs for one micro-batch on each stage. Empty means
+            unknown.
+        memory_bytes: memory limit for activations on each rank. 0 means no limit.
+        transport: nccl or gloo. With gloo, two stages that exchange data send one after the other.
+        sequence: number of tokens of a sequence, which is needed to compare slices of sequences. 0
+            means that slices are not compared.
+        slice_samples: measured forward passes of slices on the slowest stage, as [tokens, earlier
+            tokens of the sequence, seconds]. Some samples must have no earlier tokens. With `batch`
+            each sample begins with its number of sequences.
+        batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
+            together with its slices. 0 means that the size of a micro-batch is fixed.
+        granularity: slice lengths are multiples of this number of tokens, which must divide
+            `sequence`.
+        slices: fixed slice lengths in tokens. Empty means that the best lengths are chosen from
+            the samples.
     """
 
     name: str = "pipeline"
@@ -67,41 +73,42 @@ class StageProfile:
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
         if not stages or len(self.backward_s) != stages:
-            raise ValueError(f"forward_s has {stages} and backward_s {len(self.backward_s)} "
-                             "numbers; give both one for each stage")
+            raise ValueError(f"forward_s has {stages} numbers and backward_s has "
+                             f"{len(self.backward_s)}. Set one number per stage in both")
         if len(self.activation_bytes) not in (0, stages) or min([0, *self.activation_bytes]) < 0:
-            raise ValueError(f"activation_bytes={self.activation_bytes} must be sizes >= 0, one "
-                             f"for each of {stages} stages, or left out")
+            raise ValueError(f"activation_bytes={self.activation_bytes} must contain one size >= 0 "
+                             f"for each of {stages} stages, or be omitted")
         if self.memory_bytes < 0 or (self.memory_bytes and not self.activation_bytes):
-            raise ValueError(f"memory_bytes={self.memory_bytes} must be >= 0, and 0 without "
-                             "activation_bytes; leave it out or give both")
+            raise ValueError(f"memory_bytes={self.memory_bytes} must be >= 0, and needs "
+                             "activation_bytes unless it is 0. Set both or omit memory_bytes")
         if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport={self.transport!r} must be one of "
+            raise ValueError(f"transport={self.transport!r} is unknown. Choose from "
                              f"{', '.join(TRANSPORTS)}")
         if not 0 <= self.batch <= MOST_BATCH or self.batch % max(1, self.micro_batches) or (
                 self.batch and (not self.sequence or self.slices)):
             raise ValueError(f"batch={self.batch} must be a multiple of micro_batches="
-                             f"{self.micro_batches}, at most {MOST_BATCH}, with sequence and "
-                             "without slices; leave it out where a micro-batch's size is given")
+                             f"{self.micro_batches}, at most {MOST_BATCH}, and it needs sequence "
+                             "and excludes slices. Omit it if the micro-batch size is fixed")
         if not 0 <= self.sequence <= MOST_TOKENS or bool(self.sequence) != bool(
                 self.slice_samples) or not all(_is_sample(one, 4 if self.batch else 3)
                                                for one in self.slice_samples):
-            raise ValueError(f"sequence={self.sequence} must be 1 to {MOST_TOKENS} tokens with "
-                             f"slice_samples of {'four' if self.batch else 'three'} numbers each, "
-                             "and 0 without; give both")
+            raise ValueError(f"sequence={self.sequence} must be 1 to {MOST_TOKENS} tokens if there "
+                             "are slice_samples, and 0 otherwise. Each sample needs "
+                             f"{'four' if self.batch else 'three'} numbers")
         if self.granularity < 1 or self.sequence % self.granularity:
             raise ValueError(f"granularity={self.granularity} must be >= 1 and a divisor of "
-                             f"sequence={self.sequence}")
+                             f"sequence={self.sequence}. Correct one of them")
         if self.sequence // self.granularity > MOST_PIECES:
-            raise ValueError(f"granularity={self.granularity} is too fine: sequence="
-                             f"{self.sequence} must have at most {MOST_PIECES} such pieces")
+            raise ValueError(f"granularity={self.granularity} is too fine for sequence="
+                             f"{self.sequence}: at most {MOST_PIECES} pieces are allowed. Use a "
+                             "larger granularity")
         if self.slices and (sum(self.slices) != self.sequence or min(self.slices) < 1):
             raise ValueError(f"slices={self.slices} must be lengths >= 1 that sum to sequence="
-                             f"{self.sequence}; leave them out for the best")
-        self.pipeline()  # checks the times
+                             f"{self.sequence}. Omit them to use the best lengths")
+        self.pipeline()  # the constructor of `Pipeline` validates the times
 
     def pipeline(self) -> Pipeline:
-        """For the simulator."""
+        """Return the profile as a `Pipeline` for the simulator."""
         return Pipeline(stages=len(self.forward_s), micro_batches=self.micro_batches,
                         forward_s=tuple(self.forward_s), backward_s=tuple(self.backward_s),
                         send_s=self.transfer_s)
@@ -109,13 +116,16 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A schedule's step.
+    """Predicted step of a schedule.
 
     Attributes:
-        alive: by stage, the most micro-batches whose activations are kept, with parts of them.
-        fits: the memory.
-        slices: of a sequence, in tokens; empty: it is not cut.
-        sequences: of a micro-batch; 0: as given.
+        schedule: one of `SCHEDULES`.
+        timeline: simulated timeline of a step.
+        alive: the largest number of micro-batches, including fractions, whose activations are
+            stored at a time, by stage.
+        fits: whether the activations fit the memory.
+        slices: slice lengths in tokens. Empty means that sequences are not divided.
+        sequences: number of sequences per micro-batch. 0 means as in the profile.
     """
 
     schedule: str
@@ -127,28 +137,28 @@ class Predicted:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.timeline.seconds
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which stages do not compute, 0 to 1."""
+        """Share of the time in which stages do not compute, from 0 to 1."""
         return idle(self.timeline, len(self.alive))
 
 
 def predict(profile: StageProfile) -> list[Predicted]:
-    """All schedules, the fastest first; `terapipe` where slices were measured."""
+    """Return all schedules, fastest first. `terapipe` is included only if slices were measured."""
     line = profile.pipeline()
-    found = []
+    predictions = []
     for schedule, mode in (("1f1b", TRANSPORTS[profile.transport]), ("eager-1f1b", "eager")):
         alive = tuple(map(float, line.peak_activations(mode)))
-        found.append(Predicted(schedule, line.simulate(mode), alive, _fits(profile, alive)))
+        predictions.append(Predicted(schedule, line.simulate(mode), alive, _fits(profile, alive)))
     if profile.sequence:
         times, batch = _slice_times(profile), profile.batch
         sizes = [n for n in range(1, batch + 1) if batch % n == 0] or [0]
-        found.append(min((_sliced(profile, times, size) for size in sizes),
-                         key=lambda one: (not one.fits, one.seconds)))
-    return sorted(found, key=lambda one: one.seconds)
+        predictions.append(min((_sliced(profile, times, size) for size in sizes),
+                               key=lambda one: (not one.fits, one.seconds)))
+    return sorted(predictions, key=lambda one: one.seconds)
 
 
 def _fits(profile: StageProfile, alive: tuple[float, ...]) -> bool:
@@ -163,21 +173,23 @@ def _slice_times(profile: StageProfile) -> BatchTimes:
 
 
 def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predicted:
-    """Slices by the dynamic program. A slice's backward takes the share of its forward that whole
-    micro-batches' do, and its transfer the share of its tokens.
+    """Return the prediction for slices chosen by the dynamic program.
 
-    sequences: of a micro-batch; 0: as given.
+    A slice's ratio of backward to forward time is assumed to equal that of whole micro-batches. The
+    transfer time is assumed to be proportional to the number of tokens.
+
+    sequences: number of sequences per micro-batch. 0 means as in the profile.
     """
     stages, length = len(profile.forward_s), profile.sequence
     count, share = profile.micro_batches, 1.0
     if sequences:
         count = profile.batch // sequences
-        share = profile.micro_batches / count  # of a given micro-batch
+        share = profile.micro_batches / count  # ratio to the micro-batch of the profile
 
     def seconds(tokens: int, context: int) -> float:
         return times(sequences or 1, tokens, context)
 
-    # of each of m sequences in a row, the filling of the pipeline is an m-th
+    # each of m consecutive sequences bears 1/m of the time to fill the pipeline
     slices = tuple(profile.slices) or cut(
         seconds, length, 1 + (stages - 1) / count, granularity=profile.granularity,
         gap_s=seconds(length, 0) / GAPS).slices
@@ -194,8 +206,11 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """The batch in groups of any sizes with their slices, one group after another, as TeraPipe cuts
-    it: forward and backward, without transfers. For a profile with `batch`.
+    """Return TeraPipe's division of the batch into groups of any size and of groups into slices.
+
+    The groups run one after another. The seconds include forward and backward but no transfers.
+
+    profile: a profile with `batch`.
     """
     times, both = _slice_times(profile), 1 + _backward_share(profile)
     return cut_batch(lambda b, l, c: both * times(b, l, c), profile.batch,  # noqa: E741
@@ -204,21 +219,26 @@ def groups(profile: StageProfile) -> BatchCut:
 
 
 def choose(profile: StageProfile) -> Predicted:
-    """The fastest schedule that fits; equal ones: Megatron's.
+    """Return the fastest schedule that fits. Of equally fast schedules, prefer Megatron's.
 
-    Raises: ValueError: none fits.
+    Raises:
+        ValueError: if no schedule fits the memory.
     """
-    found = [one for one in predict(profile) if one.fits]
-    if not found:
+    fitting = [one for one in predict(profile) if one.fits]
+    if not fitting:
         raise ValueError(
-            f"memory_bytes={profile.memory_bytes} is too little for the activations of any "
-            f"schedule, {profile.activation_bytes} bytes of a micro-batch by stage; use smaller "
+            f"memory_bytes={profile.memory_bytes} is too small for the activations of any "
+            f"schedule. A micro-batch needs {profile.activation_bytes} bytes by stage. Use smaller "
             "micro-batches or recompute activations")
-    least = found[0].seconds
-    return min((one for one in found if one.seconds <= least * (1 + 1e-9)),
+    least = fitting[0].seconds
+    return min((one for one in fitting if one.seconds <= least * (1 + 1e-9)),
                key=lambda one: SCHEDULES.index(one.schedule))
 
 
 def load_profile(path: str | Path) -> StageProfile:
-    """Read a file of such a profile; `ValueError` if it does not hold one."""
+    """Read a file that describes a `StageProfile`.
+
+    Raises:
+        ValueError: if the file cannot be read or contains no such profile.
+    """
     return load_record(StageProfile, path, "pipeline profile", "see docs/pipeline.md")

@@ -1,24 +1,26 @@
-"""What pipeline stages compute when, how long that takes, and what is alive: 1F1B, eager 1F1B
-(AlpaComm, arXiv 2211.05322) and TeraPipe's slices of sequences (arXiv 2102.07988).
+"""Pipeline schedules: task order, step time and the number of activations alive at a time.
 
-Stage i of n begins with n - i forward passes, then takes one backward and one forward alternately.
-Where sequences are cut into S slices, a pass is one of a slice, S - 1 more come first, and backward
-passes of a micro-batch run in reverse order: a slice's keys and values get gradients from the
-slices after it. With few micro-batches that is TeraPipe's own order, all forward passes first.
+The schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322) and TeraPipe's slices of sequences
+(arXiv 2102.07988). Stage i of n begins with n - i forward passes and then alternates between one
+backward and one forward pass. If sequences are divided into S slices, each pass covers one slice,
+and S - 1 more forward passes come first. The backward passes of a micro-batch run in reverse order,
+because a slice's keys and values receive gradients from later slices. With few micro-batches this
+equals TeraPipe's order, in which all forward passes come first.
 
-Four ways to send what a stage has computed to the next:
+There are four modes of sending results to the next stage:
 
-- paired: both stages wait until it is sent, which begins when both are there; what they send to
-  each other goes one after the other, because gloo's request for the second travels on the
-  connection behind the data of the first (Megatron's 1F1B over gloo).
-- blocking: the stage that sends waits until it is sent.
-- overlapped: the stage goes on; 1F1B consumes an activation right after it is made, so that the
-  next stage waits for it.
-- eager: 2 (n - i) - 1 first forwards instead of n - i leave a slot between making and consuming;
-  about twice as many activations are alive.
+- paired: both stages wait until the transfer ends. A transfer begins when both stages have called
+  it. Transfers in both directions run one after the other, because gloo's request for the second
+  transfer queues on the connection behind the data of the first (Megatron's 1F1B over gloo).
+- blocking: the sending stage waits until the transfer ends.
+- overlapped: the sending stage continues. 1F1B consumes an activation immediately after it is
+  computed, so the next stage still waits for the transfer.
+- eager: a stage begins with 2 (n - i) - 1 forward passes instead of n - i. The additional passes
+  leave one slot between computing and consuming an activation. About twice as many activations are
+  alive.
 
-A backward can be split: what the stage before waits for first, then the gradients of the weights,
-while the former is on its way.
+A backward pass can be split: the gradient that the previous stage waits for is computed first, and
+the gradients of the weights are computed while the first gradient is being sent.
 """
 
 from __future__ import annotations
@@ -33,11 +35,19 @@ from moe_plugin.planner.events import Task, Timeline, simulate
 MODES = ("paired", "blocking", "overlapped", "eager")
 Seconds = float | tuple[float, ...]
 Pass = tuple[str, int, int]  # "forward" or "backward", micro-batch, slice
-Transfer = tuple[int, Pass]  # of what this stage has computed
+Transfer = tuple[int, Pass]  # sending stage, and the pass whose result is sent
 
 
 def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int = 1) -> int:
-    """Forward passes of a stage (from 0) before its first backward. mode: one of `MODES`."""
+    """Return how many forward passes a stage runs before its first backward pass.
+
+    Args:
+        stages: number of stages.
+        stage: index of the stage, from 0.
+        micro_batches: number of micro-batches.
+        mode: one of `MODES`.
+        slices: number of slices per sequence. Defaults to 1.
+    """
     behind = stages - stage
     return min(micro_batches * slices,
                2 * behind - 1 if mode == "eager" else behind + slices - 1)
@@ -45,7 +55,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
 
 def order(stages: int, stage: int, micro_batches: int, mode: str = "overlapped",
           slices: int = 1) -> list[Pass]:
-    """What a stage (from 0) computes, in order."""
+    """Return the passes of a stage (counted from 0) in the order in which they run."""
     first = warm_up(stages, stage, micro_batches, mode, slices)
     forward = [("forward", batch, part) for batch in range(micro_batches)
                for part in range(slices)]
@@ -58,24 +68,32 @@ def order(stages: int, stage: int, micro_batches: int, mode: str = "overlapped",
 
 
 def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
-    """So many slices, multiples of `multiple`, as equal as can be; the first ones are longer."""
+    """Return `count` slice lengths that are as equal as possible; longer slices come first.
+
+    Args:
+        length: number of tokens of the sequence.
+        multiple: every slice length is a multiple of this number.
+        count: number of slices.
+    """
     pieces = length // multiple
     return tuple(multiple * (pieces // count + (i < pieces % count)) for i in range(count))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages and micro-batches.
+    """Stages and micro-batches of a pipeline.
 
     Attributes:
-        forward_s, backward_s: seconds of one micro-batch's forward and backward, of every stage
-            or by stage; with `slices`, of each slice, first to last, on every stage.
-        send_s: of sending one micro-batch's activations, or their gradient, to a neighbour; with
-            `slices`, of each slice.
-        delayed_s: the part of `backward_s` that computes gradients of weights, when it is delayed
-            until the input's gradient is on its way; 0: a backward is one piece, as it is in
-            Megatron's own 1F1B ("paired") in any case.
-        slices: of each sequence; 0: it is whole.
+        stages: number of stages.
+        micro_batches: number of micro-batches per step.
+        forward_s, backward_s: seconds of one micro-batch's forward and backward, either for all
+            stages or for each stage. With `slices`, seconds of each slice on every stage.
+        send_s: seconds to send one micro-batch's activations, or their gradient, to a neighbouring
+            stage. With `slices`, seconds for each slice.
+        delayed_s: the part of `backward_s` that computes gradients of weights after the gradient of
+            the input was sent. 0 means that backward is not split. The mode "paired" never splits
+            backward, as in Megatron's 1F1B.
+        slices: number of slices per sequence. 0 means that sequences are not divided.
     """
 
     stages: int
@@ -89,34 +107,41 @@ class Pipeline:
     def __post_init__(self) -> None:
         for name in ("stages", "micro_batches"):
             if not 1 <= getattr(self, name) <= 1 << 20:
-                raise ValueError(f"{name}={getattr(self, name)} is out of bounds: must be >= 1 and "
-                                 f"<= {1 << 20}; give how many there are")
-        what, count = ("slices", self.slices) if self.slices else ("stages", self.stages)
+                raise ValueError(f"{name}={getattr(self, name)} is out of bounds; it must be from "
+                                 f"1 to {1 << 20}")
+        unit, count = ("slices", self.slices) if self.slices else ("stages", self.stages)
         for name in ("forward_s", "backward_s", "send_s", "delayed_s"):
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,) * count
             if len(values) != count or not all(0 <= v < 1e9 for v in values):
-                raise ValueError(f"{name}={value} is out of bounds: must be seconds from 0 to 1e9, "
-                                 f"one number or one for each of {count} {what}")
+                raise ValueError(f"{name}={value} must be seconds from 0 to 1e9, either one number "
+                                 f"or one number for each of {count} {unit}")
             object.__setattr__(self, name, values)
         for late, whole in zip(self.delayed_s, self.backward_s, strict=True):
             if late > whole:
-                raise ValueError(f"delayed_s={late} is out of bounds: must be <= backward_s={whole}"
-                                 "; it is a part of it")
+                raise ValueError(f"delayed_s={late} is larger than backward_s={whole}. It must be "
+                                 "smaller or equal, because it is a part of backward_s")
 
     @property
     def ideal_s(self) -> float:
-        """Without sending: (m + n - 1) (forward + backward), of the slowest stage m times."""
+        """Step time without transfers: (m + n - 1) (forward + backward) for equal stages.
+
+        The slowest stage counts m times, and all other stages count once.
+        """
         times = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
         return sum(times) + (self.micro_batches - 1) * max(times)
 
     def simulate(self, mode: str = "overlapped") -> Timeline:
-        """When everything is computed and sent.
+        """Return the timeline of all passes and transfers.
 
-        mode: one of `MODES`. Raises: ValueError: another mode.
+        Args:
+            mode: one of `MODES`. Defaults to "overlapped".
+
+        Raises:
+            ValueError: if the mode is unknown.
         """
         if mode not in MODES:
-            raise ValueError(f"mode {mode!r} must be one of {', '.join(MODES)}")
+            raise ValueError(f"mode {mode!r} is unknown. Choose from {', '.join(MODES)}")
         if mode == "paired":
             return simulate(_interleaved(self._paired()))
         return simulate(_interleaved(
@@ -124,8 +149,11 @@ class Pipeline:
             for stage in range(self.stages)))
 
     def peak_activations(self, mode: str = "overlapped", sizes: Sequence[int] = (1,)) -> list[int]:
-        """By stage, the most that is alive at a time: micro-batches, or tokens of slices of these
-        sizes.
+        """Return the peak of stored activations by stage.
+
+        Args:
+            mode: one of `MODES`.
+            sizes: tokens of each slice. With the default, micro-batches are counted.
         """
         peaks = []
         for stage in range(self.stages):
@@ -147,9 +175,9 @@ class Pipeline:
         return f"{kind} {stage} {batch}.{part}" if self.slices else f"{kind} {stage} {batch}"
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
-        """The stage that gets what a pass has computed (step 1), or computed its input (-1)."""
-        found = stage + (step if kind == "forward" else -step)
-        return found if 0 <= found < self.stages else None
+        """Return the stage that consumes the result of a pass (step 1), or sent its input (-1)."""
+        neighbour = stage + (step if kind == "forward" else -step)
+        return neighbour if 0 <= neighbour < self.stages else None
 
     def _work(self, stage: int, each: Pass, after: tuple[str, ...], late: float = 0.0) -> Task:
         kind, _, part = each
@@ -158,7 +186,7 @@ class Pipeline:
                     self._of(seconds, stage, part) - late, after, kind)
 
     def _tasks(self, stage: int, each: Pass, mode: str) -> Iterator[Task]:
-        """A pass, where it goes on to a neighbour, and the gradients of weights that it delays."""
+        """Yield the tasks of a pass: computation, transfer, and delayed gradients of weights."""
         kind, batch, part = each
         late = self._of(self.delayed_s, stage, part) if kind == "backward" else 0.0
         source, target = self._neighbour(stage, kind, -1), self._neighbour(stage, kind)
@@ -173,36 +201,38 @@ class Pipeline:
             yield Task(self._label(stage, ("weights", batch, part)), f"stage {stage}", late,
                        (work.name,), "weights")
 
-    # -- paired: a transfer begins when its sender and its receiver have both called
+    # Mode "paired": a transfer begins when its sender and its receiver have both called it.
 
     def _calls(self, stage: int) -> Iterator[Pass | set[Transfer]]:
-        """What a stage does, in order: a pass, or transfers that it waits for together. Between two
-        passes in turns it sends and receives in one call, else in two.
+        """Yield the passes of a stage, and the sets of transfers that it waits for together.
+
+        Between a forward and a backward pass of the steady state, a stage sends and receives in one
+        call. At other times a stage uses two calls.
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage
         for last, following in pairwise([None, *passes, None]):
-            sent, taken = set(), set()
+            sent, received = set(), set()
             if last and self._neighbour(stage, last[0]) is not None:
                 sent = {(stage, last)}
             if following and (source := self._neighbour(stage, following[0], -1)) is not None:
-                taken = {(source, following)}
+                received = {(source, following)}
             together = last and following and last[0] != following[0] and in_turns
-            yield from [sent | taken] if together else [sent, taken]
+            yield from [sent | received] if together else [sent, received]
             if following:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """By stage, its passes, and its transfers with the next stage."""
+        """Return, by stage, its passes and its transfers with the next stage."""
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
-        made: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
-        for stage, steps in enumerate(made):
+        programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
+        for stage, steps in enumerate(programs):
             before: tuple[str, ...] = ()
             for call in self._calls(stage):
                 if isinstance(call, tuple):
                     steps.append(self._work(stage, call, before))
                     before = (steps[-1].name,)
                 elif call:
-                    # in the order of their kinds, on either stage
+                    # both stages sort by the kind of pass, so they agree on the order
                     call = sorted(call, key=lambda transfer: transfer[1])
                     for source, each in call:
                         waits[source, each] += before
@@ -212,11 +242,11 @@ class Pipeline:
         return [[step if isinstance(step, Task) else Task(
             f"send {self._label(*step)}", f"link {stage} {stage + 1}",
             self._of(self.send_s, stage, 0), waits[step], "send") for step in steps]
-            for stage, steps in enumerate(made)]
+            for stage, steps in enumerate(programs)]
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
-    """Tasks of several programs, each in its order, and after those that they wait for."""
+    """Yield the tasks of several programs, each in order and after the tasks that it waits for."""
     waiting, issued = [deque(program) for program in programs], set()
     while any(waiting):
         for queue in waiting:
@@ -226,6 +256,6 @@ def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
 
 
 def idle(timeline: Timeline, stages: int) -> float:
-    """Share of the time in which stages do not compute, 0 to 1, over all stages."""
+    """Return the share of the time in which stages do not compute, from 0 to 1, over all stages."""
     busy = sum(span.task.seconds for span in timeline.spans if span.task.phase != "send")
     return 1 - busy / (stages * timeline.seconds) if timeline.seconds else 0.0

@@ -1,18 +1,18 @@
-"""Lengths of the token slices that flow through pipeline stages (TeraPipe, arXiv 2102.07988).
+"""Lengths of the token slices that pass through pipeline stages (TeraPipe, arXiv 2102.07988).
 
-Under causal attention a slice of a sequence needs the slices before it and none after it, so that
-slices of one sequence fill a pipeline as micro-batches do. With t(l, c) seconds of a slice of l
-tokens after c earlier ones, K stages need
+Under causal attention a slice of a sequence depends only on earlier slices. Therefore slices of one
+sequence can fill a pipeline in the same way as micro-batches. If t(l, c) is the time of a slice of
+l tokens after c earlier tokens, K stages need
 
     sum of t_i + (K - 1) max of t_i.
 
-For a bound on the largest t_i the least sum is a dynamic program over the end of the last slice.
-Bounds are values that t takes, from the smallest one, until (K - 1) times a bound costs more than
-the best found; of values that lie within a gap only the largest one is tried.
+For a fixed bound on the largest t_i, the least sum follows from a dynamic program over the end of
+the last slice. Bounds are tried in ascending order among the values of t, until (K - 1) times the
+bound costs more than the best result so far. Of all values within a gap, only the largest is tried.
 
-Measured seconds are fitted by t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c, base as measured
-without context, linear between measured lengths; without context nothing is added (its latency
-model).
+Measured seconds are fitted by t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c (TeraPipe's latency
+model). base(l) interpolates linearly between the times measured without context. Without context
+the other terms are omitted.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ import numpy as np
 
 from moe_plugin.planner.pipeline.schedules import Pipeline
 
-Times = Callable[[int, int], float]  # (length of a slice, tokens before it) -> seconds
+Times = Callable[[int, int], float]  # (slice length, tokens before the slice) -> seconds
 BatchTimes = Callable[[int, int, int], float]  # (samples, length, tokens before it) -> seconds
 Sample = tuple[int, int, float]  # length, context, seconds
 MOST_PIECES = 1024
-MOST_MEASURED_PIECES = 128  # a sequence's; with more the dynamic program takes seconds
-GAPS = 200  # bounds that are tried, about
+MOST_MEASURED_PIECES = 128  # per sequence; with more pieces the dynamic program needs seconds
+GAPS = 200  # approximate number of bounds that are tried
 
 
 @dataclass(frozen=True)
 class SliceCut:
-    """A sequence in slices.
+    """A sequence divided into slices.
 
     Attributes:
-        slices: their lengths in tokens, first to last.
-        seconds: of all stages together.
+        slices: slice lengths in tokens, first to last.
+        seconds: time in which all slices pass all stages.
     """
 
     slices: tuple[int, ...]
@@ -51,11 +51,11 @@ class SliceCut:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """A batch in groups, one after another.
+    """A batch divided into groups that run one after another.
 
     Attributes:
-        groups: (samples, their cut).
-        seconds: of all.
+        groups: number of samples and division into slices, for each group.
+        seconds: time of all groups.
     """
 
     groups: tuple[tuple[int, SliceCut], ...]
@@ -63,31 +63,35 @@ class BatchCut:
 
 
 def latency(seconds: Sequence[float], stages: float) -> float:
-    """Seconds in which slices of so many seconds each pass equal stages, one after another.
+    """Return the time in which consecutive slices pass equal stages.
 
-    stages: K; of one of m sequences in a row its share, with 1 + (K - 1) / m.
+    Args:
+        seconds: seconds of each slice on one stage.
+        stages: K. For the share of one of m consecutive sequences, use 1 + (K - 1) / m.
     """
     return sum(seconds) + (stages - 1) * max(seconds)
 
 
 def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
-    """Seconds of each slice, the tokens of those before it as its context."""
+    """Return the seconds of each slice, with all earlier tokens as its context."""
     ends = np.cumsum([0, *slices]).tolist()
     return tuple(times(length, start) for length, start in zip(slices, ends, strict=False))
 
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         gap_s: float = 0.0) -> SliceCut:
-    """The slices of a sequence that pass all stages first.
+    """Return the slices with which a sequence passes all stages in the least time.
 
     Args:
-        times: t(l, c), seconds >= 0; inf where a slice is not possible.
-        length: of the sequence, in tokens.
-        stages: K; for one of m sequences in a row 1 + (K - 1) / m.
-        granularity: tokens that are not cut apart; a divisor of `length`.
-        gap_s: every value of t has a bound that is tried at most so many seconds above it; the
-            result is at most (K - 1) gap_s slower than the best.
-    Raises: ValueError: bad sizes or seconds, or no cut is possible.
+        times: t(l, c), seconds >= 0. Infinity marks slices that are not possible.
+        length: number of tokens of the sequence.
+        stages: K. For one of m consecutive sequences, use 1 + (K - 1) / m.
+        granularity: slice lengths are multiples of this number, which must divide `length`.
+        gap_s: largest difference in seconds between a value of t and the next bound that is tried.
+            The result is at most (K - 1) gap_s slower than the best division.
+
+    Raises:
+        ValueError: if sizes or seconds are invalid, or if no division is possible.
     """
     _check(length, stages, granularity, gap_s)
     count = length // granularity
@@ -96,26 +100,35 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
     for least, bound in _bounds(table, gap_s):
         if (stages - 1) * least >= best:
             break
-        total, found = _least_sum(np.where(table <= bound, table, np.inf))
+        total, candidate = _least_sum(np.where(table <= bound, table, np.inf))
         if total + (stages - 1) * bound < best:
-            best, lengths = total + (stages - 1) * bound, found
+            best, lengths = total + (stages - 1) * bound, candidate
     if not lengths:
-        raise ValueError(f"no cut of {length} tokens is possible: every slice must have finite "
-                         "seconds; measure more lengths, or use a smaller granularity")
+        raise ValueError(f"{length} tokens cannot be divided into slices, because no division has "
+                         "finite seconds. Measure more lengths or use a smaller granularity")
     slices = tuple(granularity * pieces for pieces in lengths)
     return SliceCut(slices, latency(slice_seconds(times, slices), stages))
 
 
 def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granularity: int = 1,
               gap_s: float = 0.0) -> BatchCut:
-    """A batch in groups of samples that follow one another, and each group's slices, as published:
-    the least sum of the groups' own best seconds.
+    """Return the division of a batch into consecutive groups of samples, and each group's slices.
 
-    times: t(b, l, c), seconds of a slice of l tokens of b samples each. Other arguments and errors:
-    see `cut`.
+    As in TeraPipe, the sum of the least seconds of each group is minimized.
+
+    Args:
+        times: t(b, l, c), the seconds of a slice of l tokens of each of b samples.
+        batch: number of samples.
+        length: see `cut`.
+        stages: see `cut`.
+        granularity: see `cut`.
+        gap_s: see `cut`.
+
+    Raises:
+        ValueError: if `batch` is less than 1, or in the same cases as in `cut`.
     """
     if batch < 1:
-        raise ValueError(f"batch={batch} is out of bounds: must be >= 1")
+        raise ValueError(f"batch={batch} is too small; it must be >= 1")
     cuts = {
         size: cut(lambda l, c, size=size: times(size, l, c), length, stages,  # noqa: E741
                   granularity=granularity, gap_s=gap_s)
@@ -132,31 +145,31 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
 
 def _check(length: int, stages: float, granularity: int, gap_s: float) -> None:
     if length < 1 or stages < 1:
-        raise ValueError(f"length={length}, stages={stages} are out of bounds: both must be >= 1")
+        raise ValueError(f"length={length} and stages={stages} must both be >= 1")
     if granularity < 1 or length % granularity:
         raise ValueError(f"granularity={granularity} must be a divisor of the length {length}")
     if length // granularity > MOST_PIECES:
-        raise ValueError(f"length={length} in pieces of granularity={granularity} is more than "
-                         f"{MOST_PIECES} pieces; use a larger granularity")
+        raise ValueError(f"length={length} with granularity={granularity} has more than "
+                         f"{MOST_PIECES} pieces. Use a larger granularity")
     if not 0 <= gap_s < math.inf:
-        raise ValueError(f"gap_s={gap_s} is out of bounds: must be finite seconds >= 0")
+        raise ValueError(f"gap_s={gap_s} must be a finite number of seconds >= 0")
 
 
 def _table(times: Times, count: int, granularity: int) -> np.ndarray:
-    # [end, pieces in the last slice - 1]: seconds of the slice; inf where it would begin before 0
+    # [end, pieces in the last slice - 1]: seconds of the slice; inf if it would begin before 0
     table = np.full((count, count), np.inf)
     for end in range(1, count + 1):
         for pieces in range(1, end + 1):
             seconds = times(pieces * granularity, (end - pieces) * granularity)
             if not seconds >= 0:
                 raise ValueError(f"t({pieces * granularity}, {(end - pieces) * granularity})="
-                                 f"{seconds} is out of bounds: must be seconds >= 0")
+                                 f"{seconds} is invalid: times must be seconds >= 0")
             table[end - 1, pieces - 1] = seconds
     return table
 
 
 def _bounds(table: np.ndarray, gap_s: float) -> Iterator[tuple[float, float]]:
-    # (least, largest) of groups of seconds no more than gap_s apart, in order; all that t takes
+    # yields the smallest and largest value of each group of seconds that differ by at most gap_s
     seconds = np.unique(table[np.isfinite(table)])
     first = 0
     while first < len(seconds):
@@ -166,12 +179,12 @@ def _bounds(table: np.ndarray, gap_s: float) -> Iterator[tuple[float, float]]:
 
 
 def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
-    # (least sum of slices' seconds, their pieces first to last); (inf, []) if none is possible
+    # returns (least sum of seconds, pieces of each slice), or (inf, []) if no division is possible
     count = len(table)
     least, last = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=int)
     least[0] = 0.0
     for end in range(1, count + 1):
-        sums = least[end - 1::-1][:end] + table[end - 1, :end]  # by pieces in the last slice
+        sums = least[end - 1::-1][:end] + table[end - 1, :end]  # index: pieces in the last slice
         last[end] = 1 + int(np.argmin(sums))
         least[end] = sums[last[end] - 1]
     if not np.isfinite(least[count]):
@@ -183,23 +196,23 @@ def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
     return float(least[count]), pieces[::-1]
 
 
-# -- times as measured
+# Times fitted to measurements.
 
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """t(l, c) in seconds.
+    """Fitted slice times t(l, c) in seconds.
 
     Attributes:
-        base: (length, seconds) without context, lengths ascending.
-        context: a0 to a3.
+        base: (length, seconds) of slices without context, in ascending order of length.
+        context: the coefficients a0 to a3.
     """
 
     base: tuple[tuple[int, float], ...]
     context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, length: int, context: int) -> float:
-        """Seconds, >= 0, of a slice of `length` tokens after `context` ones."""
+        """Return the seconds (>= 0) of a slice of `length` tokens after `context` tokens."""
         seconds = self._base(length)
         if context:
             a0, a1, a2, a3 = self.context
@@ -208,7 +221,8 @@ class SliceTimes:
 
     def _base(self, length: int) -> float:
         points = self.base
-        if length <= points[0][0] or len(points) == 1:  # less is not faster than it was measured
+        # shorter slices than the shortest measured slice are not assumed to be faster
+        if length <= points[0][0] or len(points) == 1:
             return points[0][1] * max(1.0, length / points[0][0])
         i = min(bisect_left(points, (length,)), len(points) - 1)
         (x0, y0), (x1, y1) = points[i - 1:i + 1]
@@ -216,22 +230,27 @@ class SliceTimes:
 
 
 def fit(samples: Iterable[Sample]) -> SliceTimes:
-    """Least squares, relative to what was measured; of repeated measurements the median.
+    """Fit slice times by relative least squares. Repeated measurements count by their median.
 
-    samples: with at least one slice without context. Raises: ValueError: none, or bad numbers.
+    Args:
+        samples: (length, context, seconds), with at least one slice without context.
+
+    Raises:
+        ValueError: if no slice without context was measured, or if a sample is invalid.
     """
     measured: dict[tuple[int, int], list[float]] = defaultdict(list)
     for length, context, seconds in samples:
         if length < 1 or context < 0 or not 0 <= seconds < math.inf:
             raise ValueError(f"a sample of length {length}, context {context} and {seconds} s is "
-                             "out of bounds: must be >= 1, >= 0 and finite >= 0")
+                             "invalid: length must be >= 1, context >= 0, and seconds finite and "
+                             ">= 0")
         measured[length, context].append(seconds)
-    found = {key: float(np.median(seconds)) for key, seconds in measured.items()}
-    base = tuple(sorted((length, s) for (length, context), s in found.items() if not context))
+    medians = {key: float(np.median(seconds)) for key, seconds in measured.items()}
+    base = tuple(sorted((length, s) for (length, context), s in medians.items() if not context))
     if not base:
-        raise ValueError("no slice without context was measured; measure a sequence's first slice")
+        raise ValueError("no slice without context was measured. Measure a sequence's first slice")
     times = SliceTimes(base)
-    rest = [(length, context, s) for (length, context), s in found.items() if context]
+    rest = [(length, context, s) for (length, context), s in medians.items() if context]
     if not rest:
         return times
     weights = np.array([1 / max(s, 1e-9) for *_, s in rest])
@@ -244,34 +263,38 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """`fit` for each number of sequences: samples begin with it. Linear between measured numbers
-    and beyond the most; fewer are not faster than the fewest.
-    """
-    found: dict[int, list[Sample]] = defaultdict(list)
-    for size, length, context, seconds in samples:
-        found[size].append((length, context, seconds))
-    fitted = [(size, fit(found[size])) for size in sorted(found)]
+    """Fit slice times for each number of sequences, which is the first item of each sample.
 
-    @functools.cache  # searches ask for each slice with every number of sequences
+    Times are linear between measured numbers of sequences and beyond the largest one. Fewer
+    sequences than the smallest measured number are assumed to need the time of that number.
+    """
+    samples_by_size: dict[int, list[Sample]] = defaultdict(list)
+    for size, length, context, seconds in samples:
+        samples_by_size[size].append((length, context, seconds))
+    fitted = [(size, fit(samples_by_size[size])) for size in sorted(samples_by_size)]
+
+    @functools.cache  # a search needs each slice with every number of sequences
     def by_size(length: int, context: int) -> SliceTimes:
         return SliceTimes(tuple((known, times(length, context)) for known, times in fitted))
 
     return lambda size, length, context: by_size(length, context)(size, 0)
 
 
-# -- cuts compared in the simulator, with transfers
+# Divisions compared in the simulator, including transfers.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceProfile:
-    """What was measured of slices on the slowest stage, and of transfers.
+    """Measured slice times of the slowest stage, and transfer times.
 
     Attributes:
-        length: of a sequence, in tokens.
-        multiple: of which every slice must be one.
-        stages, micro_batches: of a step.
+        length: number of tokens of a sequence.
+        multiple: every slice length must be a multiple of this.
+        stages: number of pipeline stages.
+        micro_batches: number of micro-batches per step.
         forward, backward: seconds of a slice by length and context.
-        send_s, token_s: seconds of a transfer: fixed, and of each token.
+        send_s: fixed seconds of a transfer.
+        token_s: additional seconds of a transfer per token.
     """
 
     length: int
@@ -285,21 +308,23 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Tokens that are not cut apart."""
+        """Smallest slice length, chosen so that the dynamic program stays fast."""
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)
 
     def pipeline(self, slices: tuple[int, ...]) -> Pipeline:
-        """For the simulator."""
+        """Return a `Pipeline` with these slices for the simulator."""
         return Pipeline(stages=self.stages, micro_batches=self.micro_batches, slices=len(slices),
                         forward_s=slice_seconds(self.forward, slices),
                         backward_s=slice_seconds(self.backward, slices),
                         send_s=tuple(self.send_s + n * self.token_s for n in slices))
 
     def best(self) -> tuple[tuple[int, ...], float]:
-        """(slices, seconds of a step): the fastest simulated one of the whole sequence and of what
-        the dynamic program finds for the stages alone, and with links that count as stages.
+        """Return (slices, seconds of a step) of the fastest simulated division.
+
+        The candidates are the undivided sequence and two results of the dynamic program: one for
+        the stages alone, and one in which each link counts as a further stage.
         """
         candidates = {(self.length,)}
         for parts in (self.stages, 2 * self.stages - 1):
@@ -311,6 +336,6 @@ class SliceProfile:
                    key=lambda one: (one[1], len(one[0])))
 
     def _seconds(self, length: int, context: int) -> float:
-        # a slice's transfers go on while others compute: the slower of both counts
+        # transfers overlap with the computation of other slices, so the slower of both counts
         compute = self.forward(length, context) + self.backward(length, context)
         return max(compute, 2 * (self.send_s + length * self.token_s))

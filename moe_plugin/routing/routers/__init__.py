@@ -1,1 +1,1 @@
-"""Routers, one file each; they register by name in `moe_plugin.routing.registry`."""
+"""Routers, one file each. They register by name in `moe_plugin.routing.registry`."""

@@ -1,4 +1,4 @@
-"""`Router`: what all routers share, from logits in float32 to the finished `Routing`."""
+"""`Router`: the code that all routers share, from logits in float32 to the finished `Routing`."""
 
 from __future__ import annotations
 
@@ -26,44 +26,45 @@ from moe_plugin.routing.rollouts import balanced
 from moe_plugin.utils.dtensors import fill_
 from moe_plugin.utils.machine import capturing
 
-# settings (`RouterModule.reads`) of routers that score tokens, choose more than one expert of each,
-# weigh by a score function, and may drop a second expert
+# Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
+# token (SEVERAL), weigh by a score function (BY_SCORE), and may drop a second expert (WITH_POLICY).
 SCORED = frozenset({"noise", "input_jitter", "input_dropout", "batch_prioritized"})
 SEVERAL = SCORED | {"normalize=after_drop", "normalize_add", "normalize_min"}
 BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
-LINEAR = frozenset({"bias"})  # whose logits are `Router.scores`
-FORCED = frozenset({"force"})  # whose choice may be replaced by another of as many experts
+LINEAR = frozenset({"bias"})  # for routers with the logits of `Router.scores`
+FORCED = frozenset({"force"})  # for routers with a choice that may be replaced
 WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
 NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base of the provided routers: k experts of the largest scores, by four hooks.
+    """Base class of the provided routers: the k experts with the largest scores, computed by four
+    hooks.
 
-    A subclass changes the hooks `scores`, `select`, `weigh`, `after_choice`, and `build` if it has
-    parameters or buffers other than `weight_ED`. Routing is computed in float32 for any dtype of
-    the layer, outside autocast (in float64 for a float64 input). With `router.fp32` parameters are
-    at least float32, too: whatever lowers the model (`half()`, `to(dtype)`, a host) leaves them.
+    A subclass overrides the hooks `scores`, `select`, `weigh` and `after_choice`, and `build` if it
+    has parameters or buffers other than `weight_ED`. Routing is computed in float32 for any dtype
+    of the layer, outside autocast (in float64 for a float64 input). With `router.fp32` the
+    parameters stay at least float32 when the model is cast (`half()`, `to(dtype)`, a host).
 
     Attributes:
-        own_losses: losses that this router can compute and some others cannot.
-        only_noisy: losses that exist only if noise was added.
-        adds_noise: `router.noise` is added to the logits.
-        leaves_none: declares that `select` gives each token k experts, none of them -1; a class
-            with a `select` of its own that does not say so may leave choices empty.
-        multiplies_in_blocks: all its matmuls are those of `Router.scores`.
+        own_losses: losses that this router can compute and some other routers cannot.
+        only_noisy: losses that are defined only if noise was added.
+        adds_noise: whether `router.noise` is added to the logits.
+        leaves_none: declares that `select` always chooses k experts, never -1. A class that
+            overrides `select` without this declaration may return -1.
+        multiplies_in_blocks: whether all matmuls of the router are those of `Router.scores`.
         score: the score function.
         noise: standard deviation of the logits' noise in training.
-        divides: weights are divided by their sum before anything is dropped.
-        divides_one: that of a single choice, too.
+        divides: whether weights are divided by their sum before capacity drops choices.
+        divides_one: whether the weight of a single choice is also divided.
         layer_config: settings of the layer.
-        config: their section `router`.
-        comm: ranks that hold the experts.
-        weight_ED: the linear map from tokens to logits; None: the router has another one, or none.
-        logit_bias_E: its learned bias (`router.bias`); None: it has none.
-        adapted: an adapter trains it, see `note_adapter`.
-        forced: gives the experts of each token, int64 [T, K], in place of `select`; or None, and
-            `select` does. None: nothing does (see `moe_plugin.routing.rollouts`).
+        config: the settings `router` of the layer.
+        comm: the ranks that store the experts.
+        weight_ED: the linear map from tokens to logits, or None.
+        logit_bias_E: the learned bias of the logits (`router.bias`), or None.
+        adapted: whether an adapter trains the router, see `note_adapter`.
+        forced: optional callable that replaces `select`. It returns experts, int64 [T, K], or None
+            to use `select`. See `moe_plugin.routing.rollouts`.
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
@@ -92,7 +93,7 @@ class Router(BuffersKeepDtype, RouterModule):
         if config.batch_invariant:
             check(self.multiplies_in_blocks and "force" in (self.reads or ()), "batch_invariant",
                   True, f"False with {type(self).__name__}",
-                  "its choice may depend on other tokens: use router.name=topk")
+                  "the choice may depend on other tokens, so use router.name=topk")
             self.score = ScoreInPieces(self.score)
         self.noise = self.config.noise / self.num_experts if self.adds_noise else 0.0
         self.divides_one = self.config.normalize == "always"
@@ -110,7 +111,7 @@ class Router(BuffersKeepDtype, RouterModule):
         if self.config.fp32:
             dtype = _at_least_float32(dtype or torch.get_default_dtype())
         if torch.empty(0, device=device).is_meta:
-            with torch.device("cpu"):  # also where `torch.device("meta")` is in force
+            with torch.device("cpu"):  # overrides an active `torch.device("meta")` context
                 self._build(dtype, "cpu")
             self._parameters_to_meta()
         else:
@@ -119,26 +120,28 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def score_name(self) -> str:
-        """Name of the score function."""
+        """The name of the score function."""
         return self.config.score
 
     @property
     def batch_comm(self) -> Comm:
-        """All data-parallel ranks, whose tokens make up the batch of a step."""
+        """All data-parallel ranks that share the batch of a step."""
         return self.comm if self.host.batch_comm is None else self.host.batch_comm
 
     @property
     def step_comm(self) -> Comm:
-        """Ranks whose counts add up at the end of a step, other expert-parallel groups included."""
+        """The ranks that add their counts at the end of a step, including other expert-parallel
+        groups.
+        """
         return self.host.batch_comm or self.all_ranks or self.comm
 
     def _check_losses(self) -> None:
         for name in self.losses:
             if name in Router.only_noisy and name not in self.own_losses:
                 raise ValueError(
-                    f"losses.{name} cannot be used with this router ({type(self).__name__}): must "
-                    "be 0; noisy_load belongs to router noisy_topk, load_importance and "
-                    "tutel_load_importance to routers that add router.noise")
+                    f"losses.{name} cannot be used with {type(self).__name__}. Set its weight to "
+                    "0. noisy_load requires router noisy_topk; load_importance and "
+                    "tutel_load_importance require a router that adds router.noise.")
 
     @property
     def keeps_parameters(self) -> bool:  # type: ignore[override]
@@ -160,19 +163,18 @@ class Router(BuffersKeepDtype, RouterModule):
         self.build(dtype, device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.schedule is None:  # of a run that had one
+        if self.schedule is None:  # the checkpoint may come from a run with a schedule
             state_dict.pop(f"{prefix}schedule.now", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
-        """Buffers stay: what they hold (costs of links, tables, biases) is not drawn again."""
+        """Move parameters to the meta device. Buffers stay, because nothing computes them again."""
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create parameters and buffers, and check settings.
-
-        Here: one linear map, `weight_ED` and, with `router.bias`, `logit_bias_E`.
+        """Create `weight_ED` and `logit_bias_E`. Subclasses may create other parameters and
+        buffers.
         """
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
@@ -181,9 +183,7 @@ class Router(BuffersKeepDtype, RouterModule):
                 torch.empty(self.num_experts, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Draw `weight_ED` from the Xavier uniform distribution of a linear map from D to E; the
-        bias is zero.
-        """
+        """Draw `weight_ED` from the Xavier uniform distribution, and set the bias to zero."""
         if self.weight_ED is not None:
             xavier_(self.weight_ED)
         if self.logit_bias_E is not None:
@@ -191,11 +191,11 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens; arguments as of `RouterModule.forward`.
+        """Route tokens; the arguments are those of `RouterModule.forward`.
 
         Raises:
-            ValueError: top_k outside 1..E, or other than the router's fixed number; a part of
-                `needs` is missing or does not fit.
+            ValueError: top_k is outside 1..E or differs from the router's fixed number, or required
+                token information is missing or invalid.
         """
         k = self.top_k if top_k is None else self._checked(top_k)
         call = RoutingCall(
@@ -209,7 +209,7 @@ class Router(BuffersKeepDtype, RouterModule):
             comm=self.host.loss_comm, penalty_E=self.penalty_E)
         if self.needs:
             self._check_info(call.info, x_TD.shape[0])
-        if mask_T is not None:  # padding may be NaN, which a factor of 0 does not remove from a sum
+        if mask_T is not None:  # padding may be NaN, and NaN * 0 would spoil the sums over tokens
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         if self.training and (self.config.input_jitter or self.config.input_dropout):
             x_TD = self._disturbed(x_TD)
@@ -219,7 +219,7 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """The hooks in their order; x_TD: without padding's values, disturbed."""
+        """Call the hooks in order. x_TD: tokens with padding set to 0, after jitter and dropout."""
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
@@ -228,7 +228,7 @@ class Router(BuffersKeepDtype, RouterModule):
         else:
             call.ids_TK = self.replayed(lambda: select(call), shape=(x_TD.shape[0], choices))
         weights_TK = self.weigh(call, call.ids_TK)
-        # recorded, because a recomputation must see the same load
+        # Recorded, because a recomputation must use the load of the first pass.
         if "global_batch" in self.losses:
             call.step_load_E = self.replayed(
                 lambda: self._count_step(call),
@@ -242,13 +242,14 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Hook: logits [T, E], in float32 or float64. Here: of `weight_ED`, with `router.noise`.
+        """Hook: return the logits [T, E] in float32 or float64. The default uses `weight_ED` and
+        `router.noise`.
 
-        A router whose scores are not the score function of these sets `call.scores_TE`, too.
+        If the scores are not the score function of the logits, also set `call.scores_TE`.
 
         Args:
-            x_TD: tokens, of any float dtype.
-            call: has `mask_T`, `k`, `info`, `noise`.
+            x_TD: tokens of any float dtype.
+            call: contains `mask_T`, `k`, `info` and `noise`.
         """
         if self.layer_config.batch_invariant:
             dtype = accumulate_dtype(x_TD.dtype)
@@ -260,65 +261,65 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Hook: the chosen experts, int64 [T, K], -1: none. Here: the k of the largest scores, ties
-        to the lower index. Not called where a recomputation or a replay repeats a choice.
+        """Hook: return the chosen experts, int64 [T, K], with -1 for no expert. The default chooses
+        the k largest scores, ties going to the lower index. Recomputations and replays repeat a
+        choice without this hook.
         """
         return call.choose()
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Hook: the weights [T, K] of chosen experts, differentiable. Here: their scores, divided
-        by their sum as `router.normalize` says.
+        """Hook: return the weights [T, K] of chosen experts, differentiable. The default uses their
+        scores, divided by their sum as `router.normalize` requires.
         """
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook: what follows from a choice (`call.ids_TK`), such as counting it, and the choices
-        that remain of it, int64 [T, K].
+        """Hook: act on a choice (`call.ids_TK`), and return the remaining choices, int64 [T, K].
 
-        weights_TK: as `weigh` gave them.
+        weights_TK: the weights that `weigh` returned.
         """
         return call.ids_TK
 
     @property
     def top_k(self) -> int:
-        """Experts per token of a call that gives no number."""
+        """Experts per token of a call without its own number."""
         if self.schedule is not None:
             check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
                   "empty in a CUDA graph, which repeats one number of experts",
-                  "leave it out, or capture nothing of the layer")
+                  "leave it out, or do not capture the layer")
             return self.schedule.k
         return self.config.top_k if self.fixed_k is None else self.fixed_k
 
     def _checked(self, top_k: int) -> int:
         if self.fixed_k is not None and top_k != self.fixed_k:
-            raise ValueError(f"top_k={top_k} is out of bounds: must be {self.fixed_k} with "
-                             f"{type(self).__name__}; pass None or use router topk")
+            raise ValueError(f"top_k={top_k} cannot be used with {type(self).__name__}, which "
+                             f"always chooses {self.fixed_k}. Pass None, or use router topk.")
         if not 1 <= top_k <= self.num_experts:
-            raise ValueError(f"top_k={top_k} is out of bounds: must be in "
-                             f"1..num_experts={self.num_experts}; pass another top_k")
+            raise ValueError(f"top_k={top_k} is out of range. It must be between 1 and "
+                             f"num_experts={self.num_experts}.")
         return top_k
 
     def _check_info(self, info: TokenInfo, tokens: int) -> None:
         if "token_ids" in self.needs and info.token_ids_T is None:
             raise ValueError(
-                f"token_ids_T=None does not fit {type(self).__name__}: must be the vocabulary "
-                "index of each token; pass info=TokenInfo(token_ids_T=...) to the layer")
+                f"Router {type(self).__name__} needs the vocabulary index of each token, but "
+                "token_ids_T=None. Pass info=TokenInfo(token_ids_T=...) to the layer.")
         if "sequences" in self.needs:
             _check_sequences(info, tokens)
 
     def noisy(self, clean_TE: Tensor, call: RoutingCall) -> Tensor:
-        """Logits [T, E] with the call's noise."""
+        """Return the logits [T, E] with the noise of the call."""
         if not call.noise:
             return clean_TE
         call.clean_TE = clean_TE
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """x_TD with input dropout, then times U[1-j, 1+j], at least in float32.
+        """Apply input dropout to x_TD and multiply by U[1-j, 1+j], at least in float32.
 
-        Both are drawn from the device's default generator, which a checkpoint sets back for its
-        recomputation and which ranks with the same tokens have alike. Source: Switch Transformers
-        (Fedus et al. 2021), exploration strategies "input dropout" and "input jitter".
+        Both use the device's default generator, which a checkpoint resets for its recomputation,
+        and which has the same state on ranks with the same tokens. Source: Switch Transformers
+        (Fedus et al., 2021), exploration strategies "input dropout" and "input jitter".
         """
         jitter, dropout = self.config.input_jitter, self.config.input_dropout
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
@@ -327,32 +328,29 @@ class Router(BuffersKeepDtype, RouterModule):
         return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter) if jitter else x_TD
 
     def one_pass(self) -> bool:
-        """Whether one kernel makes choice, weights and sums."""
-        # torch.compile fuses single steps itself: topk with its losses becomes as many loops, give
-        # or take one, as the pass does (torch 2.13 on CPU). And torch 2.6 cannot trace the pass,
-        # whose autograd function calls `set_materialize_grads`
+        """Return whether one kernel computes choice, weights and sums."""
+        # torch.compile fuses the single steps: topk with its losses compiles to about as many loops
+        # as the kernel has (torch 2.13 on CPU). Also, torch 2.6 cannot trace the kernel's autograd
+        # function, because it calls `set_materialize_grads`.
         return "torch" in self.score.kernels and not torch.compiler.is_compiling() \
             and not transformed()
 
     def _count_step(self, call: RoutingCall) -> Tensor:
-        mine_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
-        all_E = self.batch_comm.all_reduce(mine_E)
+        rank_load_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
+        total_load_E = self.batch_comm.all_reduce(rank_load_E)
         if self.training and inside_backward():
             raise RuntimeError(
-                f"loss global_batch of {type(self).__name__}: this recomputation cannot repeat the "
-                "load of its first pass, which was not recorded; checkpoint by "
-                "torch.utils.checkpoint.checkpoint, and with torch.compile inside the compiled "
-                "function: torch.compile(lambda x: checkpoint(block, x))")
+                f"The loss global_batch of {type(self).__name__} cannot be recomputed, because the "
+                "load of the first pass was not recorded. Use torch.utils.checkpoint.checkpoint, "
+                "and with torch.compile call it inside the compiled function: "
+                "torch.compile(lambda x: checkpoint(block, x)).")
         if not counts(self.training):
-            return all_E
-        self.step_load_E.add_(all_E)
-        return self.step_load_E.clone()  # the next pass adds to it
+            return total_load_E
+        self.step_load_E.add_(total_load_E)
+        return self.step_load_E.clone()  # a copy, because the next pass adds to the buffer
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
-        """Padding goes nowhere, weights are scaled, losses and entropy computed.
-
-        ids_TK: the choices that remain.
-        """
+        """Remove the choices of padding, scale the weights, and compute losses and entropy."""
         mask_T, counted = call.mask_T, ids_TK is call.ids_TK
         priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
         if self.config.batch_prioritized and priority_T is None:
@@ -374,52 +372,54 @@ class Router(BuffersKeepDtype, RouterModule):
                        if counted else None)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """The configured losses of a call; those that a noise defines only if there is one."""
+        """Return the configured losses of a call, without losses that require noise if there was no
+        noise.
+        """
         noisy = call.noise or call.deviation_TE is not None
-        found = {}
+        values = {}
         for name, loss in self.losses.items():
             if noisy or name not in self.only_noisy:
-                found[name] = loss(call)
-        return found
+                values[name] = loss(call)
+        return values
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing of it is trained: then what it moves by itself (biases, temperatures)
-        stays as well.
+        """Whether no parameter is trained. Biases and temperatures of a frozen router do not change
+        either.
         """
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Look whether an adapter trains `weight_ED`, which some (peft's) change inside of a call
-        alone.
+        """Note whether an adapter trains `weight_ED`. Some adapters (peft) do so only inside a
+        call.
         """
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
     def finish_step(self) -> None:
-        """Restart the counts; see `moe_plugin.routing.finish_step`."""
+        """Reset the counts; see `moe_plugin.routing.finish_step`."""
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Restart the counts of `global_batch`, and those of `step_sums`."""
+        """Reset the counts of `global_batch` and of `step_sums`."""
         for sums in (self.step_load_E, *self.step_sums()):
             sums.zero_()
 
 
 def _check_sequences(info: TokenInfo, tokens: int) -> None:
-    remedy = "pass info=TokenInfo(sequence_T=..., sequences=...) to the layer"
+    remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."
     sequence_T, count = info.sequence_T, info.sequences
     if sequence_T is None:
-        raise ValueError("sequence_T=None does not fit losses.sequence: must be the sequence of "
-                         f"each token; {remedy}")
+        raise ValueError("losses.sequence needs the sequence number of each token, but "
+                         f"sequence_T=None. {remedy}")
     if count < min(1, tokens):
-        raise ValueError(f"sequences={count} does not fit losses.sequence: must be their number, "
-                         f">= 1; {remedy}")
+        raise ValueError(f"losses.sequence needs the number of sequences, at least 1, but "
+                         f"sequences={count}. {remedy}")
     check_integers("sequence_T", sequence_T, tokens)
     check_range(sequence_T, 0, count - 1,
-                "sequence_T has values {}..{}, which are out of bounds: must be in "
-                f"0..sequences-1={count - 1}, padding's too; number the sequences from 0 and pass "
-                "how many there are")
+                "sequence_T has values {}..{}, but must be in "
+                f"0..sequences-1={count - 1}, also for padding. Number the sequences from 0 and "
+                "pass the number of sequences.")
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -427,7 +427,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fn`, for `Module._apply`, whose results are float32 where they would be of fewer bits."""
+    """Wrap `fn`, for `Module._apply`, so that results with fewer bits become float32."""
 
     def apply(tensor: Tensor) -> Tensor:
         made = fn(tensor)
@@ -438,6 +438,6 @@ def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def xavier_(weight_ED: Tensor) -> None:
-    """Fill weight_ED from the Xavier uniform distribution, drawn in float32."""
+    """Fill weight_ED with values from the Xavier uniform distribution, drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

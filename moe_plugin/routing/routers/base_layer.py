@@ -1,17 +1,15 @@
-"""BASE router: every expert gets the same number of tokens.
+"""BASE router: every expert gets the same number of tokens, assigned by an auction.
 
-Balanced assignment of tokens to experts by an auction, for the BASE router.
+In each round, every token without an expert bids for the expert with the largest v(t, e) - p_e. The
+bid exceeds the price by the difference to the second best expert plus epsilon. An expert with n
+slots keeps its n highest bids, and its price becomes the lowest of these bids (Bertsekas and
+Castanon 1989: auction for similar objects). All tokens bid at once, on the scores' device. When
+every slot is taken, the sum of the chosen scores is at most epsilon per token below the largest
+possible sum. This bound holds for any initial prices, so the auction starts at prices of equal soft
+demand. All functions are pure, without gradient, and use float32 (float64 for float64 scores).
 
-Every token without an expert bids for the one with the largest v(t, e) - p_e, as much as it loses
-by taking its second best, plus epsilon; an expert with n slots keeps its n highest bids, and its
-price is the lowest of them (Bertsekas and Castanon 1989: auction for similar objects). All tokens
-bid at once, on the scores' device. When every slot is taken, the sum of the chosen scores is at
-most epsilon a token below the largest possible one, for any prices at the start; so the
-auction starts at prices of equal soft demand. Pure functions without gradient, in float32 (float64
-for float64 scores).
-
-4,096 normal scores for 64 experts take about 60 rounds; what is lost is far below the bound there,
-1e-6 of the spread for each token.
+4,096 normal scores for 64 experts need about 60 rounds, and the loss is far below the bound: 1e-6
+of the spread per token.
 """
 
 from __future__ import annotations
@@ -32,22 +30,22 @@ from moe_plugin.utils.dtensors import fill_
 
 EPSILON = 2e-3  # relative to the spread of the scores
 COOLING = (0.1, 0.03, 0.01)  # temperatures of soft demand, relative to the spread
-ROUNDS = 4  # of soft demand at each temperature
-MOST_ROUNDS = 4096  # then tokens without an expert take any slot
-LOOK = 8  # rounds between two looks at a device, whether all tokens have an expert
+ROUNDS = 4  # rounds of soft demand at each temperature
+MOST_ROUNDS = 4096  # afterwards, tokens without an expert get any free slot
+LOOK = 8  # rounds between two checks whether all tokens have an expert; a check waits for a GPU
 LARGEST = 1e18  # scores up to here have finite sums and differences in float32
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """Expert of each token, int64 [T], with at most ceil(T / E) tokens per expert.
+    """Return the expert of each token, int64 [T], with at most ceil(T / E) tokens per expert.
 
-    The sum of the chosen scores is the largest possible one, up to `EPSILON` times the spread
-    (largest minus smallest score) for each token. If E does not divide T, dummy tokens with score
-    0 fill up and count as tokens in this bound. Source of the problem: BASE layers (Lewis et al.
+    The sum of the chosen scores is the largest possible sum, up to `EPSILON` times the spread
+    (largest minus smallest score) per token. If E does not divide T, dummy tokens with score 0 are
+    added, which count as tokens in this bound. Source of the problem: BASE layers (Lewis et al.,
     2021), which also solve it by an auction.
 
     Args:
-        scores_TE: float. NaN counts as 0, +Inf and -Inf as finite extremes: one spread above the
+        scores_TE: float. NaN counts as 0. +Inf and -Inf count as finite values one spread above the
             largest and below the smallest finite score. The assignment is always balanced.
     """
     tokens, experts = scores_TE.shape
@@ -57,6 +55,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     value_TE = _finite(scores_TE.to(accumulate_dtype(scores_TE.dtype)))
     each = -(-tokens // experts)
     value_NE = torch.cat([value_TE, value_TE.new_zeros(each * experts - tokens, experts)])
+    # Scaled to 0..1, so that EPSILON is relative to the spread of the scores.
     low = value_NE.min()
     value_NE = (value_NE - low) / (value_NE.max() - low).clamp(min=torch.finfo(low.dtype).tiny)
     owner_N = auction(value_NE, _soft_prices(value_NE, each), each)
@@ -64,10 +63,10 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _finite(value_TE: Tensor) -> Tensor:
-    """The scores with NaN as 0, and infinities one spread (at least 1) beyond the finite ones.
+    """Replace NaN by 0, and infinities by values one spread (at least 1) beyond the finite scores.
 
-    Scores above `LARGEST` are scaled down with all others, which changes no assignment: sums and
-    differences stay finite.
+    If a score exceeds `LARGEST`, all scores are scaled down, which changes no assignment. Sums and
+    differences then stay finite.
     """
     value_TE = value_TE.nan_to_num(0.0, float("inf"), float("-inf"))
     known_TE = value_TE.masked_fill(value_TE.isinf(), 0)
@@ -81,7 +80,9 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Prices [E] of about equal demand for experts: log-sum-exp demand at falling temperatures."""
+    """Return prices [E] with about equal demand for all experts, by log-sum-exp demand at falling
+    temperatures.
+    """
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
         for _ in range(ROUNDS):
@@ -91,7 +92,11 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Owner of each token, int64 [N]; -1: none, if rounds ran out. price_E: at the start."""
+    """Return the owner of each token, int64 [N], or -1 for tokens without an owner after the last
+    round.
+
+    price_E: initial prices.
+    """
     on_host = value_NE.device.type == "cpu"
     owner_N = torch.full_like(value_NE[:, 0], -1, dtype=torch.int64)
     bid_N = torch.zeros_like(value_NE[:, 0])
@@ -99,42 +104,46 @@ def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
         free_N = owner_N < 0
         if (on_host or number % LOOK == 0) and not bool(free_N.any()):
             break
-        # on a device all tokens are looked at: to find the free ones the host would wait
+        # On a GPU all tokens take part, because the host would have to wait for `nonzero`.
         rows_M = free_N.nonzero()[:, 0] if on_host else torch.arange(
             owner_N.numel(), device=owner_N.device)
         net_ME = value_NE.index_select(0, rows_M) - price_E
         best_M2 = top_k_stable(net_ME, 2)
         first_M, second_M = net_ME.gather(1, best_M2).unbind(1)
         offer_M = price_E[best_M2[:, 0]] + (first_M - second_M) + EPSILON
-        mine_M = free_N[rows_M]
-        wish_N = owner_N.index_copy(0, rows_M, torch.where(mine_M, best_M2[:, 0], owner_N[rows_M]))
-        bid_N = bid_N.index_copy(0, rows_M, torch.where(mine_M, offer_M, bid_N[rows_M]))
+        bids_M = free_N[rows_M]
+        wish_N = owner_N.index_copy(0, rows_M, torch.where(bids_M, best_M2[:, 0], owner_N[rows_M]))
+        bid_N = bid_N.index_copy(0, rows_M, torch.where(bids_M, offer_M, bid_N[rows_M]))
         owner_N, price_E = accept(wish_N, bid_N, price_E, each)
     return owner_N
 
 
 def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[Tensor, Tensor]:
-    """Owners after every expert has kept its `each` highest bids, -1 for the others, and prices."""
+    """Let every expert keep its `each` highest bids; return the owners (-1 for rejected tokens) and
+    prices.
+    """
+    # Two stable sorts order the tokens by expert, and within an expert by falling bid.
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
-    sorted_N, place_N = torch.sort(wish_N[by_bid_N], stable=True)
-    order_N = by_bid_N[place_N]
+    sorted_N, by_expert_N = torch.sort(wish_N[by_bid_N], stable=True)
+    order_N = by_bid_N[by_expert_N]
     start_E = torch.searchsorted(sorted_N, torch.arange(price_E.numel() + 1,
                                                         device=sorted_N.device))
     rank_N = torch.arange(sorted_N.numel(), device=sorted_N.device) - start_E[sorted_N]
     owner_N = torch.empty_like(wish_N).index_copy_(
         0, order_N, torch.where(rank_N < each, sorted_N, -1))
     last_E = (start_E[:-1] + each - 1).clamp(max=sorted_N.numel() - 1)
+    # The price rises only if all slots of the expert are taken.
     price_E = torch.where(start_E.diff() >= each, bid_N[order_N[last_E]], price_E)
     return owner_N, price_E
 
 
 def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
-    """Tokens without an expert take the slots that are left, in order: loads are always even."""
+    """Assign tokens without an expert to the free slots in order, so that loads are always even."""
     key_N = torch.where(owner_N < 0, experts, owner_N)
     order_N = torch.argsort(key_N, stable=True)
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=key_N.device).index_add_(
         0, key_N, torch.ones_like(key_N))[:experts]
-    # the expert of each open slot, after the owned ones
+    # experts of the open slots, sorted to the front
     slot_N = torch.arange(owner_N.numel(), device=key_N.device)
     open_N = (slot_N % each >= load_E[slot_N // each]).long()
     free_N = torch.argsort(open_N, stable=True) // each
@@ -144,16 +153,17 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """Balanced assignment of largest total x . c_e: every expert gets the same number of tokens.
+    """Balanced assignment with the largest total <x, c_e>: every expert gets the same number of
+    tokens.
 
-    The output is a * expert(x) + (1 - a) * x with a = sigmoid(x . c_e). In training each rank sends
-    its tokens to random ranks, so that no assignment problem consists of similar neighbouring
-    tokens only. Every rank assigns the tokens it received, the same number to each expert, and
-    returns the answers. Sent are the scores [E] of a token, and one number back, not the token
-    itself: its output does not depend on where it was assigned. This takes two exchanges, and one
-    of sizes, in every training call. Outside training each token takes its nearest expert,
-    unbalanced, as in the original. Centroids c_e start orthogonal with gain 0.1. Source: BASE
-    layers (Lewis et al. 2021).
+    The output is a * expert(x) + (1 - a) * x with a = sigmoid(<x, c_e>). In training each rank
+    sends its tokens to random ranks, so that no assignment problem consists of similar neighbouring
+    tokens only. Every rank assigns the tokens that it received, the same number to each expert, and
+    returns the answers. A rank sends the scores [E] of a token and receives one number, but never
+    sends the token, because the output does not depend on where the token was assigned. This
+    requires two exchanges of data and one of sizes in every training call. Outside training each
+    token uses its nearest expert, without balancing, as in the original. The centroids c_e start
+    orthogonal with gain 0.1. Source: BASE layers (Lewis et al., 2021).
     """
 
     reads = SCORED
@@ -163,7 +173,7 @@ class BASERouter(Router):
     score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the centroids; a host's own initialisation keeps them (`keep_init`)."""
+        """Create the centroids, which a host's initialisation does not replace (`keep_init`)."""
         super().build(dtype, device)
         keep_init(self.weight_ED)
 
@@ -173,7 +183,7 @@ class BASERouter(Router):
         fill_(self.weight_ED, nn.init.orthogonal_(whole_ED, gain=0.1))
 
     def select(self, call: RoutingCall) -> Tensor:
-        """One expert per token; see `Router.select`."""
+        """Choose one expert per token; see `Router.select`."""
         logits_TE, real_T = call.logits_TE.detach(), call.real_T
         if not self.training:
             return top_k_stable(logits_TE, 1)
@@ -182,20 +192,20 @@ class BASERouter(Router):
         return chosen_T[:, None]
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """a, and the weight of the token itself; see `Router.weigh`."""
+        """Return a, and set the weight of the token itself; see `Router.weigh`."""
         alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
         call.passthrough_T = 1 - alpha_T1[:, 0]
         return alpha_T1
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Experts of this rank's tokens, int64 [T], from balanced problems of randomly spread tokens.
+    """Assign this rank's tokens, int64 [T], by solving balanced problems of randomly spread tokens.
 
-    Collective. The shuffled tokens of rank i go to ranks i, i + 1, ... round robin, so the numbers
-    that ranks receive differ by at most the number of ranks.
+    Collective. The shuffled tokens of rank i go to rank i and the following ranks in round-robin
+    order. The numbers that ranks receive therefore differ by at most the number of ranks.
 
     Args:
-        scores_TE: float.
+        scores_TE: scores, float.
         comm: ranks that share the tokens.
     """
     tokens, size = scores_TE.shape[0], comm.size

@@ -1,7 +1,9 @@
-"""Routers that know what links cost: experts behind slow links get fewer tokens, or a bounded share
-of choices leaves the node. With `router.links.visited` both prefer experts on nodes that a token's
-row goes to anyway (`links.prefer_visited`): fewer rows between nodes where a row is sent once to
-each (`dispatch.send`).
+"""Routers that account for the cost of links.
+
+Experts behind slow links get fewer tokens, or only a bounded share of choices leaves the node. With
+`router.links.visited` both routers prefer experts on nodes that the token's row visits anyway
+(`links.prefer_visited`). This reduces the rows between nodes if a row is sent once to each node
+(`dispatch.send`).
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import BY_SCORE, WITH_POLICY, Router
 from moe_plugin.routing.routers.topk import TopKRouter
 
-ROUNDS = 4  # in which choices beyond a capacity look for another expert
+ROUNDS = 4  # attempts to find another expert for choices beyond a capacity
 
 
 def _note_nodes(router: Router, device: Any) -> None:
-    """Where `router.links.visited` asks for it, `nodes_EN` and `own_node`, else None."""
+    """Set `own_node`, and set `nodes_EN` if `router.links.visited` is used (else None)."""
     comm, links = router.comm, router.config.links
     nodes_EN = None
     if links.visited and len(set(comm.topology.node_of)) > 1:
@@ -34,7 +36,8 @@ def _note_nodes(router: Router, device: Any) -> None:
 
 
 def _near_visited(router: Router, call: RoutingCall) -> Tensor:
-    # without a graph: a recomputation, which repeats the choice, keeps as much for backward
+    # Detached, so that a first pass saves the same tensors for backward as its recomputation, which
+    # repeats the choice without these operations.
     scores_TE = call.score.scores(call.logits_TE.detach())
     return prefer_visited(scores_TE, call.k, router.nodes_EN, router.own_node,
                           router.config.links.visited)
@@ -44,20 +47,22 @@ def _near_visited(router: Router, call: RoutingCall) -> Tensor:
 class TAMoERouter(TopKRouter):
     """Top-k with at most ceil(pair_capacity * k S c_ie) choices of rank i for expert e.
 
-    c_ie: topology-aware shares by the link costs (`router.links`), S: real tokens of this rank.
-    Choices beyond a capacity are dropped (first choices get slots first, then by token);
-    `pair_capacity: 0` drops none. With `overflow: next` they first go to the token's next best
-    expert that has room. Give the loss `ta_moe` a weight, which makes the router learn the shares;
-    that loss works with every router. Where all ranks have one router and tokens of the same kind,
-    no loss can make it prefer other experts on each rank: there `overflow: next` alone brings the
-    choices to the shares. Source: TA-MoE (Chen et al. 2022).
+    Here c_ie are the topology-aware shares for the link costs (`router.links`), and S is the number
+    of real tokens of this rank. Choices beyond the capacity are dropped; first choices get slots
+    first, then earlier tokens. `pair_capacity: 0` drops no choice. With `overflow: next`, choices
+    beyond the capacity first move to the token's next best expert with free capacity.
+
+    Give the loss `ta_moe` a weight, so that the router learns the shares. This loss works with
+    every router. If all ranks have the same router and tokens of the same kind, no loss can make
+    the router prefer different experts on each rank. In this case only `overflow: next` makes the
+    choices follow the shares. Source: TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
     leaves_none = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and this rank's shares by expert."""
+        """Create `weight_ED` and this rank's shares of the experts."""
         super().build(dtype, device)
         shares_E = own_shares(self.layer_config, self.comm)
         self.register_buffer("shares_E", shares_E.to(device), persistent=False)
@@ -68,7 +73,7 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The k best, or those near nodes that are visited; see `Router.select`."""
+        """Choose the k best experts, or prefer experts on visited nodes; see `Router.select`."""
         chosen_TK = (super().select(call) if self.nodes_EN is None
                      else call.choose(_near_visited(self, call)))
         if self.config.links.overflow == "drop":
@@ -77,13 +82,17 @@ class TAMoERouter(TopKRouter):
                                       call.real_T, self._most(call)))
 
     def _most(self, call: RoutingCall) -> Tensor:
-        """Choices of this rank that each expert may have, float [E]."""
+        """Return the largest number of choices that this rank may make for each expert, float [E].
+        """
         choices = self.config.links.pair_capacity * call.k * call.real_T.sum()
+        # Without 1e-9, a rounding error such as 3.0000000001 would be rounded up to 4.
         return (choices * self.shares_E).sub(1e-9).ceil()
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Without the choices beyond a pairwise capacity; see `Router.after_choice`."""
+        """Drop the choices beyond the capacity of a rank and an expert; see `Router.after_choice`.
+        """
         ids_TK = super().after_choice(call, weights_TK)
+        # Padding gets -1 first, so that it uses no slots.
         if self.config.links.pair_capacity:
             ids_TK = ids_TK.masked_fill(~call.real_T[:, None], -1)
             over_TK = slot_index(ids_TK, self.num_experts) >= self._most(call)[ids_TK.clamp(min=0)]
@@ -92,11 +101,11 @@ class TAMoERouter(TopKRouter):
 
 
 def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
-    """Choices of which as few as possible exceed `most_E`, int64 [T, K].
+    """Move choices so that as few as possible exceed `most_E`, and return them, int64 [T, K].
 
-    Each round gives every choice beyond an expert's capacity to the token's best other expert that
-    still has room. An expert may get too many in a round, which the next one moves on; those that
-    the last one leaves exceed the capacity.
+    In each round, every choice beyond an expert's capacity moves to the token's best other expert
+    with free capacity. If an expert then has too many choices, the next round moves them on.
+    Choices left over after the last round exceed the capacity.
     """
     experts = scores_TE.shape[1]
     for _ in range(min(experts, ROUNDS)):
@@ -111,6 +120,7 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
             best_T1 = top_k_stable(free_TE, 1)
             moves_T1 = over_T1 & free_TE.gather(1, best_T1).isfinite()
             columns.append(torch.where(moves_T1, best_T1, old_T1))
+            # A token must not choose the same expert again in a later column.
             free_TE = free_TE.scatter(1, columns[-1], float("-inf"))
         chosen_TK = torch.cat(columns, 1)
     return chosen_TK
@@ -120,14 +130,14 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
 class TopologyQuotaRouter(Router):
     """Top-k with at most floor(quota * choices) of this rank's choices leaving its node.
 
-    The choices with the highest scores may leave (ties: the earlier token). Any other is replaced
-    by the token's best expert on the node that it has not chosen yet, or dropped if none is left.
-    The group's topology (`comm.topology`) says which experts are on the node; on one node this is
-    router topk. Source: FastMoE (He et al. 2021), topology-aware gate.
+    The choices with the highest scores may leave (in a tie, the earlier token). Any other choice is
+    replaced by the token's best unchosen expert on the node, or dropped if no such expert is left.
+    The group's topology (`comm.topology`) determines which experts are on the node. On a single
+    node this router equals topk. Source: FastMoE (He et al., 2021), topology-aware gate.
 
-    Routed in one pass on one node alone. Over several the choice compares the scores of different
-    tokens and may leave one empty: it needs all scores, which the single steps share and a pass
-    would compute again.
+    The one-pass kernel is used on a single node only. With several nodes the choice compares the
+    scores of different tokens and may leave choices empty. This requires all scores, which the
+    single steps share and the kernel would compute again.
     """
 
     reads = BY_SCORE
@@ -142,7 +152,7 @@ class TopologyQuotaRouter(Router):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The k best, of which few leave the node; see `Router.select`."""
+        """Choose the k best experts, of which few leave the node; see `Router.select`."""
         if self.leaves_none:
             return call.choose()
         scores_TE, real_T = call.scores_TE.detach(), call.real_T
@@ -156,11 +166,12 @@ class TopologyQuotaRouter(Router):
         return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """The best choices that leave the node, as many as the quota allows."""
+        """Mark the best choices that leave the node, up to the quota."""
         order_N = torch.argsort(
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(
             0, order_N, torch.arange(order_N.numel(), device=order_N.device))
+        # The quota stays on the device, because it depends on the number of real tokens.
         quota = (mask_T.sum() * (self.config.links.quota * value_TK.shape[1])).floor()
         return (rank_N < quota).view_as(leaves_TK)
 
@@ -169,9 +180,9 @@ class TopologyQuotaRouter(Router):
         kept = []
         for j in range(chosen_TK.shape[1]):
             near_T1 = top_k_stable(scores_TE.masked_fill(~free_TE, -1.0), 1)
-            found_T1 = free_TE.gather(1, near_T1)
+            is_free_T1 = free_TE.gather(1, near_T1)
             over_T1 = over_TK[:, j : j + 1]
             kept.append(
-                torch.where(over_T1, torch.where(found_T1, near_T1, -1), chosen_TK[:, j:j + 1]))
+                torch.where(over_T1, torch.where(is_free_T1, near_T1, -1), chosen_TK[:, j:j + 1]))
             free_TE = free_TE.scatter(1, near_T1, free_TE.gather(1, near_T1) & ~over_T1)
         return torch.cat(kept, 1)

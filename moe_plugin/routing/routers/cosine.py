@@ -1,4 +1,4 @@
-"""Cosine router: direction counts, length does not."""
+"""Cosine router: scores depend on the direction of a token, not on its length."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from moe_plugin.routing.routers.topk import TopKRouter
 from moe_plugin.utils.dtensors import fill_
 
 START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
-SHORT = 1e-4  # a shorter vector has no direction
+SHORT = 1e-4  # vectors up to this length are treated as zero
 
 
 @routers.register("cosine")
 class CosineRouter(TopKRouter):
-    """logits = exp(min(temperature, log 100)) * cos(P x + b, a_e).
+    """A router with logits = exp(min(temperature, log 100)) * cos(P x + b, a_e).
 
     Tokens and experts are compared in `cosine_dim` dimensions. P, b, the experts' directions a_e
-    and the temperature (from log 2) are learned. Everything else is as in router topk. Source:
-    Tutel (Hwang et al. 2022), cosine gate; Chi et al. 2022.
+    and the temperature (initially log 2) are learned. Everything else is the same as in router
+    topk. Source: Tutel (Hwang et al., 2022), cosine gate; Chi et al., 2022.
 
-    cos(y, a) = (y / |y|) . (a / |a|), and 0, with a gradient of 0 for y, where |y| <= 1e-4: all
-    zeros, as of padding without a mask, would else get a gradient of any size.
+    The cosine cos(y, a) is the dot product of y / |y| and a / |a|. The cosine is 0, with a zero
+    gradient for y, if |y| <= 1e-4. Otherwise a row of zeros, such as padding without a mask, could
+    get an arbitrarily large gradient.
     """
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}
     multiplies_in_blocks = False
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create projection, bias, directions and temperature, which hosts leave as they are."""
+        """Create projection, bias, directions and temperature, which a host does not initialise
+        again.
+        """
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
         self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
         self.project_P = nn.Parameter(torch.empty(width, **where))
@@ -47,7 +50,8 @@ class CosineRouter(TopKRouter):
             keep_init(parameter)
 
     def reset_parameters(self) -> None:
-        """Draw a Xavier projection, directions of deviation 0.01, temperature log 2."""
+        """Draw a Xavier projection and directions of deviation 0.01; set the temperature to log 2.
+        """
         xavier_(self.project_PD)
         fill_(self.direction_EP, torch.randn(self.direction_EP.shape) * 0.01)
         with torch.no_grad():
@@ -55,7 +59,7 @@ class CosineRouter(TopKRouter):
             self.temperature.fill_(START)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Scaled cosines; see `Router.scores`."""
+        """Return scaled cosines; see `Router.scores`."""
         x_TP = linear_scores(x_TD, self.project_PD)
         dtype = x_TP.dtype
         x_TP = _directions(x_TP + self.project_P.to(dtype))
@@ -65,6 +69,9 @@ class CosineRouter(TopKRouter):
 
 
 def _directions(y_TP: Tensor) -> Tensor:
-    """y / |y|, rows of length 1; zeros, without a gradient, for rows of at most `SHORT`."""
+    """Return y / |y|, rows of length 1, or zeros without a gradient for rows not longer than
+    `SHORT`.
+    """
     squared_T1 = y_TP.square().sum(1, keepdim=True)
+    # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.
     return y_TP / squared_T1.masked_fill(squared_T1 <= SHORT**2, math.inf).sqrt()

@@ -15,12 +15,13 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("dense_to_sparse")
 class DenseToSparseRouter(Router):
-    """All experts with p >= threshold; p = softmax((logits + Gumbel noise) / t), t falls by step.
+    """All experts with p >= threshold, where p = softmax((logits + Gumbel noise) / t) and t falls.
 
-    A token always visits its best expert; the weight of a choice is p. t falls geometrically from
-    `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps; the step is saved with
-    the weights. No noise outside training. Choices are sorted by p; `top_k` has no effect: a token
-    has up to E choices. Source: EvoMoE (Nie et al. 2021), dense-to-sparse gate.
+    A token always uses its best expert, and the weight of a choice is p. The temperature t falls
+    geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps. The
+    step is saved with the weights. Outside training there is no noise. Choices are sorted by p.
+    `top_k` has no effect, because a token has up to E choices. Source: EvoMoE (Nie et al., 2021),
+    dense-to-sparse gate.
     """
 
     reads = SEVERAL | {"sparsity"}
@@ -36,17 +37,17 @@ class DenseToSparseRouter(Router):
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
 
     def temperature(self) -> Tensor:
-        """t at the current step, float64 [1]: start * (end / start)^min(1, step / steps)."""
+        """Return t at the current step, float64 [1]: start * (end / start)^min(1, step / steps)."""
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Logits, and p of all experts; see `Router.scores`."""
+        """Return the logits, and set p of all experts; see `Router.scores`."""
         logits_TE = noisy_TE = super().scores(x_TD, call)
         if self.training:
             self.note_adapter()
-            # recorded with the choice, because the weights depend on it
+            # Recorded with the choice, because the weights depend on the noise.
             noisy_TE = logits_TE + self.replayed(
                 lambda: -torch.empty_like(logits_TE).exponential_().log(), "noise",
                 tuple(logits_TE.shape))
@@ -54,18 +55,19 @@ class DenseToSparseRouter(Router):
         return logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Up to E choices per token; see `Router.select`."""
+        """Return up to E choices per token; see `Router.select`."""
         sorted_TE, ids_TE = torch.sort(call.scores_TE.detach(), dim=1, descending=True, stable=True)
         skipped_TE = sorted_TE < self.config.sparsity.threshold
+        # A token always keeps its best expert, even if its share is below the threshold.
         skipped_TE[:, 0] = False
         return ids_TE.masked_fill(skipped_TE, -1)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """p; see `Router.weigh`."""
+        """Return p; see `Router.weigh`."""
         return call.scores_TE.gather(1, ids_TK.clamp(min=0))
 
     def finish_step(self) -> None:
-        """Count the step; the temperature of a frozen router stays."""
+        """Count the step. The temperature of a frozen router does not change."""
         super().finish_step()
         if not self.frozen:
             self.step.add_(1)

@@ -1,5 +1,6 @@
-"""Routers that limit a choice to experts of a few groups, and balance by a bias on each expert's
-score that only affects the choice.
+"""Routers that limit a choice to experts of a few groups, and routers that balance by a bias.
+
+The bias is added to each expert's score and affects only the choice.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 @routers.register("group_limited")
 class GroupLimitedRouter(Router):
-    """The `group_top_k` best of `groups` groups of consecutive experts, then their k best experts.
+    """The k best experts of the `group_top_k` best of `groups` groups of consecutive experts.
 
-    The score of a group is the sum of its best `group_scores` scores (0: max(1, k // group_top_k)).
-    Source: DeepSeek-V2 (1 score) and V3 (2 scores; 2024), node-limited routing; for V3's form use
-    router sigmoid_bias with groups.
+    The score of a group is the sum of its best `group_scores` scores (0 selects max(1, k //
+    group_top_k) scores). Source: node-limited routing of DeepSeek-V2 (1 score) and V3 (2 scores;
+    2024). For the form of V3, use router sigmoid_bias with groups.
 
     Attributes:
         groups_needed: whether `router.groups` must be set.
@@ -40,11 +41,11 @@ class GroupLimitedRouter(Router):
 
     @property
     def chosen_groups(self) -> int:
-        """Groups per token."""
+        """The number of groups per token."""
         return self.config.group_top_k
 
     def counted_scores(self, k: int) -> int:
-        """How many of a group's best scores make up the score of the group."""
+        """Return how many of a group's best scores add up to the score of the group."""
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
@@ -52,11 +53,11 @@ class GroupLimitedRouter(Router):
         return super().scores(x_TD, call)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The k best of the best groups; see `Router.select`."""
+        """Choose the k best experts of the best groups; see `Router.select`."""
         return call.choose(**self.limits(call.k))
 
     def limits(self, k: int) -> dict[str, int]:
-        """Arguments of `RoutingCall.choose` that limit a choice to groups."""
+        """Return the arguments of `RoutingCall.choose` that limit a choice to groups."""
         if not self.config.groups:
             return {}
         return {"groups": self.config.groups, "take": self.chosen_groups,
@@ -68,39 +69,40 @@ class GroupLimitedRouter(Router):
             return
         if groups < 1 or experts % groups:
             raise ValueError(
-                f"router.groups={groups} does not fit router {config.name} with num_experts="
-                f"{experts}: must be a divisor; use e.g. the number of nodes")
+                f"router.groups={groups} cannot be used by router {config.name}, because it is not "
+                f"a divisor of num_experts={experts}. Use a divisor, e.g. the number of nodes.")
         size = experts // groups
         if k > size * self.chosen_groups:
             raise ValueError(
-                f"router.top_k={k} does not fit router {config.name}: must be <= "
-                f"{size * self.chosen_groups}, the experts of {self.chosen_groups} of {groups} "
-                "groups; lower top_k or groups")
+                f"router.top_k={k} is too large for router {config.name}, because "
+                f"{self.chosen_groups} of {groups} groups have only {size * self.chosen_groups} "
+                "experts. Use a smaller top_k or fewer groups.")
         if config.group_scores > size:
             raise ValueError(
-                f"router.group_scores={config.group_scores} is out of bounds: must be <= {size}, "
-                "the experts of a group; use 0 for k // group_top_k")
+                f"router.group_scores={config.group_scores} exceeds the {size} experts of a group. "
+                "Use a smaller number, or 0 for k // group_top_k.")
 
 
 @routers.register("sam")
 class SAMRouter(GroupLimitedRouter):
-    """The group of largest total probability, then the k likeliest experts in it.
+    """The group with the largest total probability, and the k likeliest experts in this group.
 
-    A token visits one of `router.groups` groups of consecutive experts, for example one node. Loss
-    `sam_alignment` pulls the k likeliest experts into the chosen group. Source: HetuMoE (Nie et al.
-    2022), Switch-and-Mixture gate; hierarchical top-k.
+    A token visits one of `router.groups` groups of consecutive experts, for example one node. The
+    loss `sam_alignment` moves the k likeliest experts into the chosen group. Source: HetuMoE (Nie
+    et al., 2022), Switch-and-Mixture gate; hierarchical top-k.
     """
 
     reads = BY_SCORE | LINEAR | {"groups"}
     chosen_groups = 1
 
     def counted_scores(self, k: int) -> int:
-        """All scores of a group count."""
+        """Return the number of experts in a group, because all scores of a group count."""
         return self.num_experts // self.config.groups
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Also notes the experts outside of the group; see `Router.weigh`."""
+        """Return the weights, and note the experts outside the group; see `Router.weigh`."""
         groups, experts = self.config.groups, self.num_experts
+        # All choices of a token lie in one group, so the first choice identifies the group.
         group_T1 = ids_TK[:, :1] // (experts // groups)
         call.outside_TE = ~group_members(group_T1, groups, experts)
         return super().weigh(call, ids_TK)
@@ -108,16 +110,16 @@ class SAMRouter(GroupLimitedRouter):
 
 @routers.register("sigmoid_bias")
 class SigmoidBiasRouter(GroupLimitedRouter):
-    """The k largest s + b, s sigmoid scores; s alone is the weight; b moves against the load.
+    """The k largest s + b, where s are sigmoid scores and the bias b moves against the load.
 
-    After each step b_e += bias_rate * sign(mean load - load_e), load_e: choices of expert e by all
-    data-parallel ranks since the last step; not where the router is frozen. With `router.groups`
-    the choice is group-limited. Source: Wang et al. 2024 (auxiliary-loss-free balancing);
-    DeepSeek-V3.
+    The weights are s without the bias. After each step b_e += bias_rate * sign(mean load - load_e),
+    where load_e counts the choices of expert e by all data-parallel ranks since the last step. The
+    biases of a frozen router do not move. With `router.groups` the choice is group-limited. Source:
+    Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
     The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    Passes count as `moe_plugin.routing.replay.counts` says, those with replayed choices, too; the
-    one collective is in `finish_step`.
+    `moe_plugin.routing.replay.counts` decides which passes count; passes with replayed choices also
+    count. The only collective is in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
@@ -128,6 +130,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the counts; see `Router.build`."""
         super().build(dtype, device)
+        # With a rate of 0 the biases never move, and a balance loss is needed.
         self.balances = self.config.bias_rate > 0
         self.register_buffer("bias_E",
                              torch.zeros(self.num_experts, dtype=torch.float32, device=device))
@@ -136,22 +139,24 @@ class SigmoidBiasRouter(GroupLimitedRouter):
                              persistent=False)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The k largest s + b; see `Router.select`."""
+        """Choose the k largest s + b; see `Router.select`."""
         return call.choose(bias_E=self.bias_E, **self.limits(call.k))
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Count the choices of a step; see `Router.after_choice`."""
+        # A recomputation repeats a choice that has already been counted.
         if counts(self.training):
             self.note_adapter()
             self.load_E.add_(call.own_load_KE.sum(0))
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:
-        """The load; see `RouterModule.step_sums`."""
+        """Return the load; see `RouterModule.step_sums`."""
         return [self.load_E] if self.balances else []
 
     def finish_step(self) -> None:
-        """Move the biases by the load of all ranks and restart the counts. Collective."""
+        """Update the biases with the load of all ranks and reset the counts. Collective."""
+        # Float64, because float32 would round loads above 2^24.
         load_E = self.step_comm.all_reduce(self.load_E).double()
         if not self.frozen:
             step_E = self.config.bias_rate * torch.sign(load_E.mean() - load_E)
@@ -159,14 +164,14 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         super().finish_step()
 
     def forget_step(self) -> None:
-        """Restart the counts, also of biases that stay; see `Router.forget_step`."""
+        """Reset the counts, also for biases that do not move; see `Router.forget_step`."""
         super().forget_step()
         self.load_E.zero_()
 
 
 @routers.register("softmax_bias")
 class SoftmaxBiasRouter(SigmoidBiasRouter):
-    """As `sigmoid_bias` with softmax scores.
+    """The router `sigmoid_bias` with softmax scores.
 
     Source: Ernie 4.5 (Baidu 2025).
     """

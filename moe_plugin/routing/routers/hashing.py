@@ -1,4 +1,4 @@
-"""Hash router: a fixed table from token to expert."""
+"""Hash router: a fixed table from tokens to experts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from moe_plugin.utils.regular_files import check_input
 
 @routers.register("hash")
 class HashRouter(Router):
-    """A fixed expert for each vocabulary index, with weight 1. Needs the token ids of a call.
+    """A fixed expert for each vocabulary index, with weight 1. Each call needs token ids.
 
     The table (`table_V`, int64) is random, balanced by frequency, or read from a file
-    (`router.hash`); it is saved with the weights. Losses read the choice as a distribution: they
-    measure the balance and have no gradient. Source: Hash layers (Roller et al. 2021).
+    (`router.hash`). It is saved with the weights. Losses treat the choice as a distribution, so
+    they measure the balance and have no gradient. Source: Hash layers (Roller et al., 2021).
     """
 
     reads = frozenset({"hash"})
@@ -38,65 +38,71 @@ class HashRouter(Router):
     needs = frozenset({"token_ids"})
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the table, a buffer; nothing is learned."""
+        """Create the table as a buffer. The router has no parameters."""
         self.register_buffer("table_V",
                              make_table(self.config.hash, self.num_experts).to(device))
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Zeros: nothing of a token counts but its id; see `Router.scores`."""
+        """Return zeros, because only the token id matters; see `Router.scores`."""
         assert call.info.token_ids_T is not None
         check_integers("token_ids_T", call.info.token_ids_T, x_TD.shape[0])
         return x_TD.new_zeros(x_TD.shape[0], self.num_experts,
                               dtype=torch.promote_types(x_TD.dtype, torch.float32))
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Look up the experts; see `Router.select`. Recorded, because a host may pass other tokens
-        by the time of the recomputation.
+        """Look up the experts; see `Router.select`.
+
+        The choice is recorded, because a host may pass the ids of other tokens before the
+        recomputation.
         """
+        # Padding may carry any id, also one outside the vocabulary.
         last, ids_T = self.table_V.numel() - 1, torch.where(call.real_T, call.info.token_ids_T, 0)
-        check_range(ids_T, 0, last, f"token ids {{}}..{{}} are out of bounds: must be in 0..{last};"
-                    " set router.hash.vocabulary to the size of the vocabulary")
-        return self.table_V[ids_T.long()][:, None]  # ids in uint8 would be a mask
+        check_range(ids_T, 0, last, f"The token ids are in {{}}..{{}}, but must be in 0..{last}. "
+                    "Set router.hash.vocabulary to the size of the vocabulary.")
+        return self.table_V[ids_T.long()][:, None]  # torch would treat uint8 ids as a mask
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """1; see `Router.weigh`."""
+        """Return weights of 1; see `Router.weigh`."""
         call.scores_TE = F.one_hot(ids_TK[:, 0], self.num_experts).to(call.logits_TE.dtype)
         return torch.ones_like(ids_TK, dtype=call.logits_TE.dtype)
 
 
 def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEConfig:
-    """The settings of a layer in a host that knows its vocabulary: `router.hash.vocabulary` is the
-    first size unless the user gave one.
+    """Set `router.hash.vocabulary` for a host that knows its vocabulary, unless the user has set
+    it.
 
     Args:
-        sizes: sizes that may be given, such as without and with rows of padding; empty: not known.
-        whose: what errors call the vocabulary.
+        sizes: valid sizes, for example without and with rows of padding. The first size is used.
+            Empty if the size is unknown.
+        whose: name of the vocabulary in error messages.
     Raises:
-        ValueError: the user gave another size.
+        ValueError: the user has set another size.
     """
     given = config.router.hash.vocabulary
     if "hash" not in config.router.names or not sizes or given in sizes:
         return config
     if given:
-        raise ValueError(f"router.hash.vocabulary={given} contradicts {whose} of {sizes[0]} tokens:"
-                         f" must be {' or '.join(map(str, dict.fromkeys(sizes)))}; leave it out")
+        raise ValueError(f"router.hash.vocabulary={given} contradicts {whose} of {sizes[0]} tokens."
+                         f" Use {' or '.join(map(str, dict.fromkeys(sizes)))}, or remove the "
+                         "setting.")
     return with_overrides(config, {"router.hash.vocabulary": sizes[0]})
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """The table by the settings `router.hash`, int64 [V].
+    """Create the table for the settings `router.hash`, int64 [V].
 
     Raises:
-        ValueError: the settings do not fit, or a file names experts that do not exist, or negative
-            frequencies.
+        ValueError: the settings are inconsistent, or a file contains experts that do not exist or
+            negative frequencies.
     """
     listed_V = None if config.path is None else _read(config.path)
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())
     if vocabulary < 1 or (listed_V is not None and listed_V.numel() != vocabulary):
         entries = "" if listed_V is None else (
             f" and of {short(config.path)} with {listed_V.numel()} entries")
-        raise ValueError(f"router.hash.vocabulary={config.vocabulary} does not fit: must be the "
-                         f"size of the vocabulary{entries}; set it")
+        raise ValueError(f"router.hash.vocabulary={config.vocabulary} is not valid. Set it to the "
+                         f"size of the vocabulary{entries}.")
+    # Drawn on the CPU, so that the table does not depend on the device.
     g = torch.Generator().manual_seed(config.seed)
     if config.kind == "random":
         return torch.randint(experts, (vocabulary,), generator=g, device="cpu")
@@ -104,30 +110,31 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
         even_V = torch.ones(vocabulary, dtype=torch.int64, device="cpu")
         if listed_V is not None and int(listed_V.min()) < 0:
             raise ValueError(
-                f"router.hash.path={short(config.path)} has the frequency {int(listed_V.min())}: "
-                "must be >= 0 with router.hash.kind=balanced; count the tokens again, or set "
-                "kind=file for a table")
+                f"router.hash.path={short(config.path)} contains the frequency "
+                f"{int(listed_V.min())}, but frequencies must be >= 0 with "
+                "router.hash.kind=balanced. Count the tokens again, or set kind=file for a table.")
         return balanced_table(even_V if listed_V is None else listed_V, experts, g)
     assert listed_V is not None
     if not 0 <= int(listed_V.min()) <= int(listed_V.max()) < experts:
         raise ValueError(
-            f"table {short(config.path)} names experts {int(listed_V.min())}.."
-            f"{int(listed_V.max())}: must be in 0..{experts - 1}; make it for this number of "
-            "experts")
+            f"The table {short(config.path)} contains experts {int(listed_V.min())}.."
+            f"{int(listed_V.max())}, but experts must be in 0..{experts - 1}. Create the table for "
+            "this number of experts.")
     return listed_V
 
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Table int64 [V]: tokens by falling frequency, each to the expert with the least load so far.
+    """Assign tokens by falling frequency to the expert with the least load so far; int64 [V].
 
-    Ties go to the expert with the fewest tokens, then to the lower index. Equal frequencies: every
-    expert gets floor or ceil of V / E tokens. Among equally frequent tokens the order is random.
+    Ties go to the expert with the fewest tokens, then to the lower index. With equal frequencies
+    every expert gets floor or ceil of V / E tokens. The order among equally frequent tokens is
+    random.
 
     Args:
         counts_V: int64, how often each token occurs, >= 0.
-        experts: E.
-        generator: of the random order.
+        experts: number of experts E.
+        generator: generator of the random order.
     """
     shuffled_V = torch.randperm(counts_V.numel(), generator=generator, device="cpu")
     order = shuffled_V[torch.argsort(counts_V[shuffled_V], descending=True, stable=True)].tolist()
@@ -141,11 +148,11 @@ def balanced_table(counts_V: Tensor, experts: int,
 
 
 def _read(path: str) -> Tensor:
-    remedy = "give a text file of one integer per token id"
+    remedy = "use a text file with one integer per token id"
     check_input(path, "router.hash.path", remedy)
     try:
         return torch.tensor([int(word) for word in Path(path).read_text(encoding="utf-8").split()],
                             dtype=torch.int64)
-    except (OSError, ValueError, RuntimeError) as error:  # also numbers of more than 64 bits
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: more than 64 bits
         raise ValueError(f"router.hash.path={short(path)} cannot be read: {short(error)}; "
                          f"{remedy}") from error

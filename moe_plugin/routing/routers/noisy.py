@@ -1,4 +1,4 @@
-"""Noisy top-k: the noise itself is learned."""
+"""Noisy top-k: a router with learned noise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """The k largest of H = W x + N(0, 1) * softplus(V x) (noise in training), softmax over them.
+    """The k largest of H = W x + N(0, 1) * softplus(V x), weighted by a softmax over the chosen
+    experts.
 
-    V starts at zero. Balanced by losses `importance` and `noisy_load` (both CV^2). `router.noise`
-    has no effect. Source: Shazeer et al. 2017, eqs. 3 to 5.
+    The noise is added in training only. V starts at zero. The losses `importance` and `noisy_load`
+    (both CV^2) balance the load. `router.noise` has no effect. Source: Shazeer et al., 2017,
+    equations 3 to 5.
 
-    As in eqs. 3 and 5 all other logits are -inf for the softmax. One pass over such logits gives
-    weights, importance and entropy. The choice is made before it, by the logits themselves, because
-    a softmax may round their differences away; `noisy_load` and `z` read the logits of all experts.
+    As in equations 3 and 5, all other logits are -inf for the softmax. One kernel pass over these
+    logits computes weights, importance and entropy. The choice is made before this pass from the
+    logits, because a softmax may round their differences away. The losses `noisy_load` and `z` read
+    the logits of all experts.
     """
 
     reads = SEVERAL - {"noise"}
@@ -44,41 +47,43 @@ class NoisyTopKRouter(Router):
         keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
-        """Draw W (Xavier) and set V to zero: noise of deviation log 2."""
+        """Draw W (Xavier) and set V to zero, which gives noise with a standard deviation of log 2.
+        """
         super().reset_parameters()
         nn.init.zeros_(self.noise_ED)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Logits with noise of their own; see `Router.scores`."""
+        """Return logits with the learned noise; see `Router.scores`."""
         clean_TE = linear_scores(x_TD, self.weight_ED)
         if not self.training:
             return clean_TE
         call.clean_TE, call.deviation_TE = clean_TE, F.softplus(linear_scores(x_TD, self.noise_ED))
-        # recorded with the choice, because the weights depend on it
+        # Recorded with the choice, because the weights depend on the noise.
         noise_TE = self.replayed(lambda: torch.randn_like(clean_TE), "noise",
                                  tuple(clean_TE.shape))
         return clean_TE + noise_TE * call.deviation_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The k largest noisy logits; see `Router.select`."""
+        """Choose the k largest noisy logits; see `Router.select`."""
         return top_k_stable(call.logits_TE.detach(), call.k)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Their softmax among themselves; see `Router.weigh`."""
+        """Return the softmax over the chosen experts; see `Router.weigh`."""
         call.score = _SoftmaxAmong(call.unchosen_TE)
-        rule = Rule(call.k, False, SOFTMAX, z=False)  # the loss z is of all logits
+        rule = Rule(call.k, False, SOFTMAX, z=False)  # the loss z must use all logits
         if call.one_pass:
             call.routed = route(call.score.masked(call.logits_TE), call.mask_T, rule, ids_TK)
         else:
             call.routed = route_by_steps(call.logits_TE, call.scores_TE, call.scores_TE,
                                          call.mask_T, rule, ids_TK)
+        # z would be that of the masked logits; None makes the loss compute it from all logits.
         call.routed = replace(call.routed, z=None)
         call.priority_T = call.routed.weights_TK.detach()[:, 0]
         return call.routed.weights_TK
 
 
 class _SoftmaxAmong(Softmax):
-    """A softmax over some experts; outside_TE: bool, all others."""
+    """A softmax over some experts. outside_TE: bool, marks all other experts."""
 
     def __init__(self, outside_TE: Tensor) -> None:
         self.outside_TE = outside_TE

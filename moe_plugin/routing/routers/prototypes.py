@@ -1,4 +1,4 @@
-"""kTop1 router: the experts in k prototypes, one expert of each."""
+"""kTop1 router: experts in k prototypes, with one expert chosen from each prototype."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """k prototypes of E/k consecutive experts: softmax and top-1 inside each.
+    """k prototypes of E/k consecutive experts, with a softmax and a top-1 choice inside each
+    prototype.
 
-    Weights are these probabilities, not divided by their sum. Losses are computed for each
-    prototype, as of a router of E/k experts, and averaged. Source: M6-T (Yang et al. 2021).
+    The weights are these probabilities, not divided by their sum. Losses are computed for each
+    prototype, as for a router with E/k experts, and averaged. Source: M6-T (Yang et al., 2021).
 
-    For one pass each prototype of a token is a row of its own, of E/k logits. The pass adds up
-    importance over all rows, and losses need it by prototype: it is a sum of its own, made where a
-    loss reads it.
+    For the one-pass kernel, each prototype of a token is a separate row of E/k logits. The kernel
+    adds up the importance over all rows, but losses need the importance of each prototype.
+    Therefore a separate sum is computed if a loss reads it.
     """
 
     reads = SEVERAL
@@ -44,23 +45,25 @@ class PrototypeRouter(Router):
         experts = self.num_experts
         if experts % k:
             raise ValueError(
-                f"router.top_k={k} does not fit num_experts={experts}: ktop1 needs a divisor; use "
-                f"{max(d for d in range(1, k + 1) if experts % d == 0)}")
+                f"router.top_k={k} is not a divisor of num_experts={experts}, as router ktop1 "
+                f"requires. Use {max(d for d in range(1, k + 1) if experts % d == 0)}.")
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
         self._check(call.k)
         return super().scores(x_TD, call)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choice i is the best expert of prototype i; see `Router.select`."""
+        """Choose the best expert of prototype i as choice i; see `Router.select`."""
         return self._pass(call, None)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Their probabilities in their prototypes; see `Router.weigh`."""
+        """Return the probabilities of the choices in their prototypes; see `Router.weigh`."""
         if call.routed is None:
             self._pass(call, ids_TK)
         call.leaves_none = True
-        if self.config.batch_prioritized:  # a recorded choice need not be the best one here
+        # The priority is the largest score. A replayed choice need not have the largest score, so
+        # that its weight cannot serve as priority.
+        if self.config.batch_prioritized:
             call.scores_TE = F.softmax(_by_prototype(call), dim=1).view_as(call.logits_TE)
         return call.routed.weights_TK
 
@@ -82,10 +85,13 @@ class PrototypeRouter(Router):
 
     def _of_tokens(self, rows: Routed, logits_NP: Tensor, chosen_TK: Tensor,
                    mask_T: Tensor | None) -> Routed:
-        """What a pass over rows says of tokens, whose scores are 1/k of those in each prototype."""
+        """Turn the results of a pass over rows into results per token.
+
+        The scores of a token are 1/k of the scores in each prototype.
+        """
         tokens, k = chosen_TK.shape
         real = tokens if mask_T is None else mask_T.sum(dtype=rows.p_log_p.dtype)
-        importance_E = logits_NP.new_zeros(self.num_experts)  # where no loss reads it
+        importance_E = logits_NP.new_zeros(self.num_experts)  # stays 0 if no loss reads it
         if not {"z"}.issuperset(self.losses):
             scores_TE = F.softmax(logits_NP, dim=1).view(tokens, self.num_experts)
             scores_TE = scores_TE if mask_T is None else scores_TE * mask_T[:, None]
@@ -95,36 +101,36 @@ class PrototypeRouter(Router):
         return Routed(chosen_TK, rows.weights_TK.view(tokens, k), importance_E, rows.z, p_log_p)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """The mean over prototypes of each loss."""
+        """Return the mean over prototypes of each loss."""
         if not self.losses:
             return {}
         parts: list[dict[str, Tensor]] = []
         for i in range(call.k):
             part = _part(call, i)
             parts.append(super().losses_of(part))
-            call._count = part._count  # the same tokens: counted once
+            call._count = part._count  # all prototypes have the same tokens: count them once
         return {name: sum((part[name] for part in parts), value * 0) / call.k
                 for name, value in parts[0].items()}
 
 
 def _by_prototype(call: RoutingCall) -> Tensor:
-    """Logits [N, P]."""
+    """Return the logits by prototype [N, P]."""
     return call.logits_TE.reshape(-1, call.experts // call.k)
 
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
-    """One prototype as the call of a router of E/k experts, for losses."""
+    """Return one prototype as the call of a router with E/k experts, for losses."""
     k, width = call.k, call.experts // call.k
-    here = slice(index * width, (index + 1) * width)
+    columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed
     part = RoutingCall(
-        call.logits_TE[:, here], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
+        call.logits_TE[:, columns], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
         info=call.info, score=SOFTMAX, noise=call.noise, comm=call.comm, leaves_none=True,
-        clean_TE=None if call.clean_TE is None else call.clean_TE[:, here],
-        penalty_E=None if penalty_E is None else penalty_E[here] / penalty_E[here].mean(),
-        step_load_E=None if load_E is None else F.pad(load_E[here], (0, 1)),
-        # all parts get the same z: their mean is what counts
-        routed=replace(routed, importance_E=routed.importance_E[here] * k,
+        clean_TE=None if call.clean_TE is None else call.clean_TE[:, columns],
+        penalty_E=None if penalty_E is None else penalty_E[columns] / penalty_E[columns].mean(),
+        step_load_E=None if load_E is None else F.pad(load_E[columns], (0, 1)),
+        # All parts get the same z, because only their mean is used.
+        routed=replace(routed, importance_E=routed.importance_E[columns] * k,
                        z=None if routed.z is None else routed.z / k))
-    part._count, part._load_KE = call._count, call.own_load_KE[index:index + 1, here]
+    part._count, part._load_KE = call._count, call.own_load_KE[index:index + 1, columns]
     return part

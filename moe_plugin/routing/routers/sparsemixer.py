@@ -1,4 +1,4 @@
-"""SparseMixer: one expert after the other, each weighted among those that come close to it."""
+"""SparseMixer: chooses one expert after the other, each weighted among the experts close to it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
 
-_HALFWAY, _FULL = 1 / 3, 0.25  # factor on a choice that is not the best; share of draws without
+# factor on the weight of a choice that is not the best; fraction of draws without this factor
+_HALFWAY, _FULL = 1 / 3, 0.25
 
 
 @routers.register("sparsemixer")
 class SparseMixerRouter(Router):
-    """The best of the experts that are left, k times; its weight is its share in a softmax over
-    those that come close: (best - logit) / max(|logit|, best) <= 2 `mixer_eps`.
+    """The best of the remaining experts, k times, each weighted by a softmax over the close
+    experts.
 
-    In training an expert is drawn by these shares. The weight of one that is not the best is
-    multiplied by 1/3 in three of four draws, and its gradient is not: Heun's third-order estimate
-    of the gradient of the choice. Source: Liu et al. 2024, GRIN, arXiv 2409.12136; Phi-3.5-MoE.
+    An expert is close to the best if (best - logit) / max(|logit|, best) <= 2 `mixer_eps`. In
+    training the expert is drawn from this softmax. If the drawn expert is not the best, its weight
+    is multiplied by 1/3 in three of four draws, but its gradient is not. This is Heun's third-order
+    estimate of the gradient of the choice. Source: Liu et al., 2024, GRIN, arXiv 2409.12136;
+    Phi-3.5-MoE.
     """
 
     reads = frozenset({"input_jitter", "input_dropout", "mixer_eps"})
@@ -29,40 +32,46 @@ class SparseMixerRouter(Router):
     score_name = "softmax"
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The best, or in training one by chance, of those that are left; see `Router.select`."""
+        """Choose the best of the remaining experts, or draw one in training; see `Router.select`.
+        """
         left_TE, chosen = call.logits_TE.detach(), list[Tensor]()
         for _ in range(call.k):
             near_TE = self._near(call.logits_TE.detach(), left_TE)
             if self.training:
+                # With Gumbel noise, the argmax is distributed like a draw from the softmax.
                 near_TE = near_TE - torch.empty_like(near_TE).exponential_().log()
             chosen.append(near_TE.argmax(1, keepdim=True))
             left_TE = left_TE.scatter(1, chosen[-1], float("-inf"))
         return torch.cat(chosen, 1)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """See the class."""
+        """Return the weights described in the class; see `Router.weigh`."""
         left_TE, weights = call.logits_TE, list[Tensor]()
         lowered_TK = self._lowered(ids_TK) if self.training else None
-        for step, one_T1 in enumerate(ids_TK.split(1, 1)):
+        for step, chosen_T1 in enumerate(ids_TK.split(1, 1)):
             near_TE = self._near(call.logits_TE, left_TE)
-            weight_T1 = near_TE.softmax(1).gather(1, one_T1)
+            weight_T1 = near_TE.softmax(1).gather(1, chosen_T1)
             if lowered_TK is not None:
                 best_T1 = near_TE.argmax(1, keepdim=True)
-                lower_T1 = lowered_TK[:, step:step + 1] & (best_T1 != one_T1)
+                lower_T1 = lowered_TK[:, step:step + 1] & (best_T1 != chosen_T1)
+                # Subtracting a detached part lowers the value and leaves the gradient as it is.
                 weight_T1 = weight_T1 - weight_T1.detach() * lower_T1 * (1 - _HALFWAY)
             weights.append(weight_T1)
-            left_TE = left_TE.scatter(1, one_T1, float("-inf"))
+            left_TE = left_TE.scatter(1, chosen_T1, float("-inf"))
         return torch.cat(weights, 1)
 
     def _near(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
-        """Logits of those that are left and come close to the best of them; -inf elsewhere."""
+        """Return the logits of remaining experts that are close to the best of them, and -inf
+        elsewhere.
+        """
+        # Detached, because the set of close experts has no gradient.
         best_T1 = left_TE.detach().amax(1, keepdim=True)
         size_TE = torch.maximum(logits_TE.detach().abs(), best_T1)
         far_TE = (best_T1 - logits_TE.detach()) / size_TE > 2 * self.config.mixer_eps
         return left_TE.masked_fill(far_TE, float("-inf"))
 
     def _lowered(self, ids_TK: Tensor) -> Tensor:
-        """Three of four choices by chance, the same ones in a recomputation."""
+        """Select three of four choices at random, the same choices in a recomputation."""
         return self.replayed(
             lambda: torch.rand(ids_TK.shape, device=ids_TK.device) > _FULL, "midpoint",
             tuple(ids_TK.shape))

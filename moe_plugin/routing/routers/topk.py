@@ -1,4 +1,4 @@
-"""Routers top-k (any k, GShard's second-expert policies), Switch and GShard."""
+"""Routers top-k (any k, with GShard's second-expert policies), Switch and GShard."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from moe_plugin.routing.routers.base import (
 
 @routers.register("topk")
 class TopKRouter(Router):
-    """Linear scores, the k largest chosen; ties go to the lower expert index.
+    """Linear scores and the k largest of them; ties go to the lower expert index.
 
-    Follows section "router" of Tutel (Hwang et al. 2022): noise of `noise / E` on the logits,
-    scores divided by their sum over the chosen (clamped away from zero) before capacity drops
-    anything.
+    The router follows section "router" of Tutel (Hwang et al., 2022): noise of `noise / E` on the
+    logits, and scores that are divided by their sum over the chosen experts (clamped away from
+    zero) before capacity drops choices.
 
     Attributes:
-        second_expert_policy: what happens to a second expert in training; empty: as configured.
+        second_expert_policy: what happens to the second expert in training. An empty string selects
+            the configured policy.
     """
 
     reads = WITH_POLICY | FORCED | LINEAR
@@ -43,20 +44,25 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """The k best, the second of two drawn under policy "sampling"; see `Router.select`."""
+        """Choose the k best experts; policy "sampling" draws the second of two. See
+        `Router.select`.
+        """
         policy = self.second_expert_policy
         if not self.training or policy == "all":
             return call.choose()
         if call.k != 2:
             raise ValueError(
-                f"top_k={call.k} is out of bounds: must be 2 in training with "
-                f"router.second_expert_policy={policy!r}; pass None, or set the policy to 'all'")
+                f"top_k={call.k} cannot be used in training with "
+                f"router.second_expert_policy={policy!r}, which requires top_k=2. Pass None, or "
+                "set the policy to 'all'.")
+        # The draw uses the logits without their graph, because a choice has no gradient.
         return call.choose(_drawn(call.logits_TE.detach()) if policy == "sampling" else None)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Policy "random" keeps some second experts; see `Router.after_choice`."""
+        """Drop some second experts under policy "random"; see `Router.after_choice`."""
         if not self.training or self.second_expert_policy != "random":
             return call.ids_TK
+        # The draw is recorded, because a recomputation must drop the same experts.
         call.chosen_TK = call.ids_TK
         return self.replayed(lambda: self._drop_second(call.ids_TK, weights_TK.detach()),
                              "kept second choice", tuple(call.ids_TK.shape))
@@ -67,17 +73,20 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Half the chance [T] of second experts to stay.
+        """Return half the probability [T] that the second expert is kept.
 
-        A share only if weights are divided before dropping, else the score itself: as in fairseq's
-        `moe` branch.
+        The weight is a share only if weights are divided before dropping, and otherwise the score
+        itself, as in fairseq's `moe` branch.
         """
         return weights_TK[:, 1]
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """The best expert, and one by chance, as likely as its softmax among the others, [T, 2]."""
+    """Return the best expert and a second expert drawn by its softmax among the other experts, [T,
+    2].
+    """
     first_T1 = top_k_stable(logits_TE, 1)
+    # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
     second_T1 = (logits_TE + gumbel_TE).scatter(1, first_T1, float("-inf")).argmax(1, keepdim=True)
     return torch.cat([first_T1, second_T1], dim=1)
@@ -85,10 +94,11 @@ def _drawn(logits_TE: Tensor) -> Tensor:
 
 @routers.register("gshard")
 class GShardRouter(TopKRouter):
-    """The two likeliest experts, the second kept in training with probability min(1, 2 g2).
+    """The two likeliest experts. In training the second expert is kept with probability min(1, 2
+    g2).
 
-    g2 = p2 / (p1 + p2). The weights g are fixed before the second expert is dropped. Source: GShard
-    (Lepikhin et al. 2020), algorithm 1.
+    Here g2 = p2 / (p1 + p2). The weights g are fixed before the second expert is dropped. Source:
+    GShard (Lepikhin et al., 2020), algorithm 1.
     """
 
     reads = BY_SCORE | LINEAR | {"second_expert_policy=random"}
@@ -96,7 +106,7 @@ class GShardRouter(TopKRouter):
     second_expert_policy = "random"
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """g2; see `TopKRouter.second_share`."""
+        """Return g2; see `TopKRouter.second_share`."""
         return shares(weights_TK)[:, 1]
 
 
@@ -104,8 +114,8 @@ class GShardRouter(TopKRouter):
 class SwitchRouter(Router):
     """The likeliest expert, weighted by its probability.
 
-    `router.input_jitter` multiplies the input, as in the paper. Source: Switch Transformer (Fedus
-    et al. 2021).
+    As in the paper, `router.input_jitter` multiplies the input. Source: Switch Transformer (Fedus
+    et al., 2021).
     """
 
     reads = SCORED | {"score"} | FORCED | LINEAR

@@ -1,1 +1,1 @@
-"""Losses over a model's outputs (losses of routers: `moe_plugin.routing.losses`)."""
+"""Losses over the outputs of a model. For router losses see `moe_plugin.routing.losses`."""

@@ -1,9 +1,10 @@
-"""Confident multiple choice learning: ensembles whose members specialise.
+"""Confident multiple choice learning: ensembles with specialized members.
 
-Each member is confident on its own samples and uniform on the others.
+Each member is confident on its own samples, and predicts a uniform distribution on all other
+samples.
 
 Legend: N samples, M members (models, heads or experts), C classes, G groups of samples. Source:
-CMCL (Lee et al. 2017).
+CMCL (Lee and others, 2017).
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels import top_k_stable
 
-# Arguments of ensembles, with one meaning in every host.
+# Command-line arguments of ensembles, with the same meaning in every host.
 Flags = tuple[tuple[str, dict[str, Any]], ...]
-Check = tuple[bool, str, str, str]  # whether it is good, the argument, its bound, the remedy
+Check = tuple[bool, str, str, str]  # is valid, argument, bound, remedy
 
 
 @dataclass(frozen=True)
 class EnsembleSettings:
-    """What the arguments of an ensemble ask for; see `flags`.
+    """The ensemble requested by command-line arguments; see `flags`.
 
     Attributes:
-        heads: M.
-        hidden: width of a head's own layer.
-        sharing: probability that a feature is added to another head's.
-        k, beta, labels: see `confident_oracle_loss`.
-        by_sequence: what belongs together (a sequence, an image) has the same responsible heads.
+        heads: M, the number of heads.
+        hidden: width of each head's hidden layer.
+        sharing: probability that a feature of one head is added to another head's feature.
+        k: see `confident_oracle_loss`.
+        beta: see `confident_oracle_loss`.
+        labels: see `confident_oracle_loss`.
+        by_sequence: whether all parts of a unit (a sequence or an image) have the same responsible
+            heads.
     """
 
     heads: int
@@ -47,45 +51,48 @@ class EnsembleSettings:
 
 
 def flags(whole: str, part: str, meaning: str) -> Flags:
-    """Names and argparse's options.
+    """Return names and argparse options of the ensemble's flags.
 
     Args:
-        whole, part: the two values of `--oracle-unit`, the first is the default.
-        meaning: what `whole` is.
+        whole: first value of `--oracle-unit`, and the default.
+        part: second value of `--oracle-unit`.
+        meaning: description of `whole`, for help texts.
     """
     return (
-        ("ensemble-heads", {"type": int, "default": 0, "help": "output heads of an ensemble that "
-                            "is trained by the confident oracle loss; 0: one output layer"}),
+        ("ensemble-heads", {"type": int, "default": 0, "help": "number of output heads of an "
+                            "ensemble with the confident oracle loss; 0: one output layer"}),
         ("ensemble-hidden", {"type": int, "default": 0,
-                             "help": "width of each head's own layer; 0: none"}),
+                             "help": "width of each head's hidden layer; 0: no hidden layer"}),
         ("ensemble-sharing", {"type": float, "default": 0.0, "help": "probability that a feature of"
-                              " one head's layer is added to another's; 0: none, CMCL: 0.7"}),
+                              " one head is added to another head's; 0: no sharing, CMCL: 0.7"}),
         ("oracle-k", {"type": int, "default": 1,
-                      "help": f"heads responsible for a {meaning} or {part}"}),
+                      "help": f"number of heads responsible for a {meaning} or {part}"}),
         ("oracle-beta", {"type": float, "default": 0.75,
-                         "help": "weight of the other heads' pull to the uniform distribution"}),
+                         "help": "weight of the loss that pulls the other heads towards "
+                         "the uniform distribution"}),
         ("oracle-labels", {"choices": ("exact", "stochastic"), "default": "exact", "help":
-                           "that pull: its exact gradient, or cross entropy to random labels"}),
-        ("oracle-unit", {"choices": (whole, part), "default": whole, "help": "what has responsible "
-                         f"heads of its own; {whole}: a {meaning}"}))
+                           "how that loss is computed: exactly, or with random labels"}),
+        ("oracle-unit", {"choices": (whole, part), "default": whole, "help": "unit for which "
+                         f"responsible heads are chosen; {whole}: a {meaning}"}))
 
 
 def given_settings(args: argparse.Namespace, known: Flags,
                    checks: Iterable[Check] = ()) -> EnsembleSettings | None:
-    """The ensemble that parsed arguments ask for; None: one output layer.
+    """Return the ensemble requested by parsed arguments, or None for a single output layer.
 
     Args:
-        known: the host's flags, of `flags` and its own.
-        checks: of the host, made where there is an ensemble.
+        args: parsed arguments.
+        known: the host's flags: the flags of `flags` and its own.
+        checks: additional checks of the host, made if there is an ensemble.
     Raises:
-        ValueError: an argument out of bounds, or one that has no effect.
+        ValueError: an argument is out of bounds or has no effect.
     """
     if not args.ensemble_heads:
         given = [name for name, options in known
                  if getattr(args, name.replace("-", "_")) != options["default"]]
         if given:
-            raise ValueError(f"--{given[0]} has no effect without an ensemble: must be left out; "
-                             "or give --ensemble-heads, e.g. 5")
+            raise ValueError(f"--{given[0]} has no effect without an ensemble; leave it out, or "
+                             "set --ensemble-heads, e.g. to 5")
         return None
     heads = args.ensemble_heads
     for good, name, bound, remedy in (
@@ -93,7 +100,7 @@ def given_settings(args: argparse.Namespace, known: Flags,
         (1 <= args.oracle_k <= heads, "oracle_k", f"in 1..{heads}, the heads", "use 1"),
         (0 <= args.oracle_beta < float("inf"), "oracle_beta", ">= 0 and finite", "use 0.75"),
         (0 <= args.ensemble_sharing <= 1, "ensemble_sharing", "in 0..1", "use 0.7"),
-        (args.ensemble_hidden >= 0, "ensemble_hidden", ">= 0", "use 0 for none"),
+        (args.ensemble_hidden >= 0, "ensemble_hidden", ">= 0", "use 0 for no hidden layer"),
         *checks):
         if not good:
             raise ValueError(f"{name}={getattr(args, name)} is out of bounds: must be {bound}; "
@@ -104,7 +111,7 @@ def given_settings(args: argparse.Namespace, known: Flags,
 
 
 LABELLING = ("exact", "stochastic")
-BINS = 10  # of a histogram of confidences
+BINS = 10  # bins of a histogram of confidences
 HISTOGRAMS = ("responsible", "other", "ensemble")
 
 
@@ -113,8 +120,8 @@ class OracleLoss:
     """Result of `confident_oracle_loss`.
 
     Attributes:
-        loss_N: loss of each sample, float, differentiable.
-        chosen_NM: bool, the members responsible for each sample.
+        loss_N: float [N], loss of each sample, differentiable.
+        chosen_NM: bool [N, M], the members responsible for each sample.
     """
 
     loss_N: Tensor
@@ -122,33 +129,32 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """KL(U || P) = -log C - (1/C) sum_c log P(c), float [N, M].
+    """Return KL(U || P) = -log C - (1/C) sum_c log P(c), float [N, M], for float logits [N, M, C].
 
-    Its gradient at the logits is p - 1/C.
-
-    Args:
-        logits_NMC: float.
+    The gradient with respect to the logits is p - 1/C.
     """
     return -math.log(logits_NMC.shape[-1]) - F.log_softmax(logits_NMC, dim=-1).mean(-1)
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """The assignment v of least loss with k members per sample, bool [N, M].
+    """Return the assignment v with the smallest loss and k members per sample, bool [N, M].
 
-    These are the k smallest CE_m - beta KL_m, ties to the lower index. The result is exact: the
-    loss is a sum over members, and choosing member m changes it by CE_m - beta KL_m.
+    The chosen members are those with the k smallest CE_m - beta KL_m; ties go to the lower index.
+    The result is exact, because the loss is a sum over members, and choosing member m changes it by
+    CE_m - beta KL_m.
 
     Args:
-        cross_entropy_NM, divergence_NM: CE and KL, float.
-        k: members per sample.
+        cross_entropy_NM: CE, float [N, M].
+        divergence_NM: KL, float [N, M].
+        k: number of members per sample.
         beta: weight of the divergence.
     Raises:
-        ValueError: k outside 1..M.
+        ValueError: k is outside 1..M.
     """
     members = cross_entropy_NM.shape[1]
     if not 1 <= k <= members:
-        raise ValueError(f"k={k} is out of bounds: must be in 1..{members}, the members of the "
-                         "ensemble; 1 is multiple choice learning")
+        raise ValueError(f"k={k} is out of bounds: must be in 1..{members}, the number of members "
+                         "of the ensemble; use 1 for multiple choice learning")
     best_NK = top_k_stable(beta * divergence_NM - cross_entropy_NM, k)
     return torch.zeros_like(cross_entropy_NM, dtype=torch.bool).scatter_(1, best_NK, True)
 
@@ -156,26 +162,28 @@ def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: f
 def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: float, *,
                           labels: str = "exact", group_N: Tensor | None = None, groups: int = 0,
                           mask_N: Tensor | None = None) -> OracleLoss:
-    """Loss of each sample with its best k members, the others pulled to the uniform distribution.
+    """Compute the loss of each sample with its best k members, while all other members are pulled
+    towards the uniform distribution.
 
-    sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] with the best v of k members. beta = 0
-    and k = 1 is multiple choice learning; k = M is an independent ensemble. Computed in float32 or
-    better.
+    The loss is sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] with the best v of k members.
+    With beta = 0 and k = 1 this is multiple choice learning; with k = M it is an independent
+    ensemble. It is computed in float32 or better.
 
     Args:
-        logits_NMC: of all members, float.
-        target_N: int64 classes.
-        k: members responsible for a sample.
-        beta: weight of the pull on the other members.
-        labels: exact: the divergence itself; stochastic: the other members get cross entropy with
-            weight beta to a label drawn uniformly for each member and sample, whose mean gradient
-            is that of the divergence.
-        group_N: int64 in 0..groups-1; the samples of a group (such as the tokens of a sequence)
-            have the same responsible members. None: each sample is a group.
-        groups: G.
-        mask_N: bool, True = the sample counts; the others have loss 0 and no effect on the choice.
+        logits_NMC: float [N, M, C], logits of all members.
+        target_N: int64 [N], classes.
+        k: number of members responsible for a sample.
+        beta: weight of the divergence of all other members.
+        labels: exact: the divergence itself. stochastic: the other members use cross entropy, with
+            weight beta, to a label drawn uniformly for each member and sample; the mean gradient
+            equals that of the divergence.
+        group_N: optional. int64 [N] in 0..groups-1. All samples of a group (such as the tokens of a
+            sequence) have the same responsible members. By default each sample is a separate group.
+        groups: G, the number of groups.
+        mask_N: optional. bool [N], true if the sample counts. All other samples have loss 0 and no
+            effect on the choice of members.
     Raises:
-        ValueError: k outside 1..M, unknown labelling, beta negative or not finite.
+        ValueError: k is outside 1..M, `labels` is unknown, or beta is negative or not finite.
     """
     if labels not in LABELLING:
         raise ValueError(
@@ -211,13 +219,14 @@ def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor |
 
 
 def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Oracle and top-1 errors, both bool [N].
+    """Return oracle and top-1 errors, both bool [N].
 
-    Oracle: no member is right. Top-1: the class of largest mean probability is wrong.
+    The oracle error is true if no member is correct. The top-1 error is true if the class with the
+    largest mean probability is wrong.
 
     Args:
-        logits_NMC: float.
-        target_N: int64 classes.
+        logits_NMC: float [N, M, C].
+        target_N: int64 [N], classes.
     """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
@@ -227,16 +236,20 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
 def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int,
                          beta: float, *, labels: str = "exact",
                          by_sequence: bool = True) -> tuple[OracleLoss, dict[str, Tensor]]:
-    """Loss float32 [B * T] of each token with the responsible members, and errors bool [B * T] by
-    name, False for padding.
+    """Compute the loss of each token with the responsible members, and errors.
 
     Args:
-        logits_BTMC: [B, T, M, C].
-        target_BT: int64.
-        real_BT: bool, True = not padding.
-        k, beta, labels: see `confident_oracle_loss`.
-        by_sequence: all tokens of a sequence have the same responsible members.
-    Returns: errors "oracle" (no member is right) and "top1" (the mean of the members is wrong).
+        logits_BTMC: float [B, T, M, C].
+        target_BT: int64 [B, T], classes.
+        real_BT: bool [B, T], true for tokens that are not padding.
+        k: see `confident_oracle_loss`.
+        beta: see `confident_oracle_loss`.
+        labels: see `confident_oracle_loss`.
+        by_sequence: whether all tokens of a sequence have the same responsible members.
+    Returns:
+        The loss, float32 [B * T], with the responsible members. Also the errors bool [B * T], which
+            are false for padding, under the names "oracle" (no member is correct) and "top1" (the
+            mean of the members is wrong).
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -247,7 +260,8 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
                     labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
-    """`confident_oracle_loss` of all B * T tokens; arguments as of `sequence_oracle_loss`."""
+    """Compute `confident_oracle_loss` of all B * T tokens; arguments as in `sequence_oracle_loss`.
+    """
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
     return confident_oracle_loss(logits_BTMC.flatten(0, 1), target_BT.flatten(), k, beta,
@@ -256,14 +270,16 @@ def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: 
 
 
 def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -> dict[str, Tensor]:
-    """Shares of a sequence's tokens that are wrong, float64 [B] by name.
+    """Return the fractions of wrong tokens of each sequence, float64 [B], by name.
 
-    top1: by the mean of the members. member: by a member, mean over members. oracle: by the best
-    member of the sequence, or of each token (then: no member is right).
+    "top1" uses the mean of the members. "member" is the mean over the members' own errors. "oracle"
+    uses the best member of each sequence, or of each token if `by_sequence` is false. In the latter
+    case a token is wrong if no member is correct.
 
     Args:
-        logits_BTMC: [B, T, M, C].
-        target_BT: int64.
+        logits_BTMC: float [B, T, M, C].
+        target_BT: int64 [B, T], classes.
+        by_sequence: whether the best member is chosen per sequence or per token.
     """
     wrong_BTM = (logits_BTMC.argmax(-1) != target_BT[..., None]).double()
     mean_BTC = F.softmax(logits_BTMC.float(), dim=-1).mean(2)
@@ -274,14 +290,15 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """How sure predictions are, by the names of `HISTOGRAMS`: of members that are responsible for
-    a sample, of the others, and of the mean of the members; float64 [BINS] of each, see
-    `confidence_counts`.
+    """Count how confident predictions are, by the names in `HISTOGRAMS`.
+
+    The histograms, float64 [BINS] each, are for members responsible for a sample, for all other
+    members, and for the mean of the members; see `confidence_counts`.
 
     Args:
-        logits_NMC: float.
-        chosen_NM: bool, the responsible members.
-        real_N: bool, samples that count.
+        logits_NMC: float [N, M, C].
+        chosen_NM: bool [N, M], the responsible members.
+        real_N: bool [N], samples that count.
     """
     p_NMC, real_N1 = F.softmax(logits_NMC.detach().float(), dim=-1), real_N[:, None]
     shown = {"responsible": (p_NMC, chosen_NM & real_N1), "other": (p_NMC, ~chosen_NM & real_N1),
@@ -290,62 +307,64 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
-    """How many distributions have their largest probability in each of `bins` equal parts of 0..1,
+    """Count the distributions whose largest probability is in each of `bins` equal parts of 0..1,
     float64 [bins].
 
     Args:
-        p: [..., C], probabilities.
-        counted: bool [...], those that count.
+        p: float [..., C], probabilities.
+        counted: bool [...], distributions that count.
+        bins: number of parts.
     """
-    place = (p.amax(-1) * bins).long().clamp(max=bins - 1)
-    return torch.bincount(place[counted], minlength=bins).double()
+    bin_index = (p.amax(-1) * bins).long().clamp(max=bins - 1)
+    return torch.bincount(bin_index[counted], minlength=bins).double()
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
     """Add features of other members at random: h_m + sum_{n != m} s_nm * h_n.
 
-    s_nm is drawn for each element, 1 with the given probability; outside training its mean is
-    taken. Source: CMCL, section 3.3; its public code draws at test time, too.
+    Each element of s_nm is 1 with the given probability, else 0. Outside training the mean of s_nm
+    is used. Source: CMCL, section 3.3; its public code also draws at test time.
 
     Args:
         features: float, with the members along `dim`.
-        probability: that an element of s_nm is 1.
-        training: whether to draw.
+        probability: probability that an element of s_nm is 1.
+        training: whether to draw s_nm.
         dim: axis of the members.
     Raises:
-        ValueError: probability outside [0, 1].
+        ValueError: the probability is outside [0, 1].
     """
     if not 0 <= probability <= 1:
         raise ValueError(f"sharing probability {probability} is out of bounds: must be in [0, 1]; "
-                         "0 shares nothing")
+                         "use 0 for no sharing")
     if probability == 0 or features.shape[dim] == 1:
         return features
     if not training:
         return features + probability * (features.sum(dim, keepdim=True) - features)
     members = features.unbind(dim)
     mixed = []
-    for m, own in enumerate(members):
+    for m, member in enumerate(members):
         others = [
             torch.bernoulli(torch.full_like(h, probability)) * h for n, h in enumerate(members)
             if n != m
         ]
-        mixed.append(own + torch.stack(others).sum(0))
+        mixed.append(member + torch.stack(others).sum(0))
     return torch.stack(mixed, dim)
 
 
 class EnsembleHeads(nn.Module):
-    """M heads, each a hidden layer (gelu), shared features and a linear map to C classes.
+    """M heads, each with a hidden layer (gelu), shared features and a linear map to C classes.
 
     Args:
         dim: width of the trunk.
-        classes: C.
-        heads: M.
-        hidden: width of a head's hidden layer; 0: only the linear map.
-        sharing: probability that a feature of one head is added to another's (`share_features`); 0:
-            none. Needs a hidden layer.
-        dtype, device: of the parameters.
+        classes: C, the number of classes.
+        heads: M, the number of heads.
+        hidden: width of each head's hidden layer; 0: only the linear map.
+        sharing: probability that a feature of one head is added to another head's feature
+            (`share_features`); 0: no sharing. Needs a hidden layer.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
     Raises:
-        ValueError: no head; sharing without a hidden layer.
+        ValueError: there are no heads, or sharing without a hidden layer.
     """
 
     def __init__(self, dim: int, classes: int, heads: int, *, hidden: int = 0, sharing: float = 0.0,
@@ -355,7 +374,7 @@ class EnsembleHeads(nn.Module):
             raise ValueError(f"heads={heads} is out of bounds: must be >= 1; use e.g. 5")
         if sharing and not hidden:
             raise ValueError(f"sharing={sharing} has nothing to share: must be 0 without a hidden "
-                             "layer; set hidden")
+                             "layer; set `hidden`, or use sharing=0")
         where = {"dtype": dtype, "device": device}
         self.sharing = sharing
         hidden_MDH = torch.empty(heads, dim, hidden, **where) if hidden else None
@@ -366,11 +385,11 @@ class EnsembleHeads(nn.Module):
                 nn.init.xavier_uniform_(head)
 
     def forward(self, x: Tensor, own: bool = False) -> Tensor:
-        """Logits [..., M, C], float.
+        """Return logits, float [..., M, C].
 
         Args:
-            x: [..., D], of the trunk.
-            own: x is [..., M, D], features of each head's own.
+            x: float [..., D], output of the trunk.
+            own: whether x is [..., M, D], with separate features for each head.
         """
         inputs = "...md" if own else "...d"
         if self.w_hidden_MDH is None:

@@ -1,1 +1,2 @@
-"""Gradients of models of which every rank stores a part: reduced, counted once, clipped."""
+"""Gradients of models whose parameters are distributed over ranks: reduction, norms and clipping.
+"""

@@ -1,7 +1,8 @@
-"""Which fused parts the hosts use on this machine, and why: the one place that decides.
+"""Selection of the fused implementations that the hosts use on this machine, with the reasons.
 
-apex (github.com/NVIDIA/apex) has kernels for CUDA devices only. A part of it is used where such a
-device is there and the extension behind the part imports; everything else is torch's.
+apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A part of apex is used if there is
+a CUDA device and the extension of this part can be imported. Otherwise torch's implementation is
+used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 ADAM, ADAM_16_BIT = "FusedAdam", "FusedAdam, 16-bit statistics"
 LAYER_NORM, RMS_NORM = "FusedLayerNorm", "FusedRMSNorm"
 L2_NORM, SCALE, APPLIER = "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_applier"
-# module and name of each part, and the compiled module that it needs
+# for each part: module, name, and the compiled module that it needs
 APEX = {
     ADAM: ("apex.optimizers", "FusedAdam", "amp_C"),
     ADAM_16_BIT: ("fused_adam_cuda", "adam", "fused_adam_cuda"),
@@ -30,7 +31,12 @@ APEX = {
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A part of apex. value: the class or function, None where it cannot be used. reason: why."""
+    """A part of apex.
+
+    Attributes:
+        value: the class or function; None if it cannot be used.
+        reason: why it can or cannot be used.
+    """
 
     value: Any
     reason: str
@@ -38,12 +44,12 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a host uses.
+    """An implementation that a host uses.
 
     Attributes:
-        role: what for.
-        active: what of.
-        reason: why it and not another.
+        role: purpose of the implementation.
+        active: name of the implementation.
+        reason: why this implementation is used.
     """
 
     role: str
@@ -52,7 +58,7 @@ class Choice:
 
 
 def apex(name: str) -> FusedPart:
-    """A part of apex by its name in this module, for tensors on a CUDA device."""
+    """Return a part of apex, by its name in this module, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
     return imported(*APEX[name])
@@ -60,7 +66,9 @@ def apex(name: str) -> FusedPart:
 
 @functools.cache
 def imported(module: str, name: str, extension: str) -> FusedPart:
-    """`module.name`, which needs the compiled `extension`; looked up once in a process."""
+    """Import `module.name`, which needs the compiled `extension`. The result is cached in the
+    process.
+    """
     try:
         importlib.import_module(extension)
         value = getattr(importlib.import_module(module), name)
@@ -72,18 +80,22 @@ def imported(module: str, name: str, extension: str) -> FusedPart:
 
 def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
                  fp16_stats: bool) -> Choice:
-    """The Adam of fairseq's `--optimizer adam`; `active` is "torch", "apex" or "fairseq".
+    """Select the Adam implementation for fairseq's `--optimizer adam`; `active` is "torch", "apex"
+    or "fairseq".
 
     Args:
-        dtypes: of the parameters.
-        torch_fused, old, fp16_stats: `--moe-fused-adam`, `--use-old-adam`, `--fp16-adam-stats`.
-    Raises: ValueError: two of the three flags that exclude each other.
+        dtypes: dtypes of the parameters.
+        torch_fused: value of `--moe-fused-adam`.
+        old: value of `--use-old-adam`.
+        fp16_stats: value of `--fp16-adam-stats`.
+    Raises:
+        ValueError: two of the flags exclude each other.
     """
     role = "fairseq --optimizer adam"
     if old and (torch_fused or fp16_stats):
         other = "--moe-fused-adam" if torch_fused else "--fp16-adam-stats"
-        raise ValueError(f"{other} and --use-old-adam ask for different optimizers: fairseq's own "
-                         "is not fused and has fp32 statistics; leave one of the two flags out")
+        raise ValueError(f"{other} and --use-old-adam exclude each other: fairseq's own Adam is "
+                         "not fused and has fp32 statistics; leave one of the two flags out")
     if torch_fused:
         return Choice(role, "torch", "--moe-fused-adam")
     if old:
@@ -96,13 +108,15 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
     if current.value is None:
         return Choice(role, "fairseq", current.reason)
     if torch.bfloat16 in dtypes:
-        return Choice(role, "torch", "fairseq's use of apex.optimizers.FusedAdam takes no bfloat16 "
-                      "parameters (--memory-efficient-bf16)")
+        return Choice(role, "torch", "fairseq's use of apex.optimizers.FusedAdam does not support "
+                      "bfloat16 parameters (--memory-efficient-bf16)")
     return Choice(role, "apex", current.reason)
 
 
 def choices() -> list[Choice]:
-    """What the hosts use on this machine with their default settings, for a report."""
+    """Return the implementations that the hosts use on this machine with their default settings,
+    for a report.
+    """
     try:
         importlib.import_module("transformer_engine.pytorch")
         engine = "it imports"
@@ -132,7 +146,7 @@ def _megatron_adam(engine: bool) -> Choice:
     role = "Megatron --optimizer adam"
     if engine:
         return Choice(role, "Transformer Engine FusedAdam", "Transformer Engine imports")
-    # Megatron itself looks for the Python module only
+    # Megatron itself only checks for the Python module
     part = imported("apex.optimizers", "FusedAdam", "apex")
     if part.value is not None:
         return Choice(role, "apex FusedAdam", part.reason)

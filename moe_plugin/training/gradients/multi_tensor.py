@@ -1,4 +1,6 @@
-"""Norm and scaling of many tensors at once: by apex where it fits (`fused`), else by torch."""
+"""Norms and scaling of many tensors at once, with apex if it supports them (`fused`), else with
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,25 @@ from moe_plugin.training.gradients import fused
 from moe_plugin.training.gradients.part_gradients import plain
 from moe_plugin.utils.dtensors import is_sharded
 
-# what apex has kernels for in every release
+# devices and dtypes for which every release of apex has kernels
 APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
 
 
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
                  copies: Sequence[int] | None = None) -> Tensor:
-    """Sum of the squares of all elements: 0-dim, float64; norms of tensors are taken in float32
-    (float64 of float64 tensors).
+    """Return the sum of the squares of all elements, 0-dim, float64, without waiting for the
+    device.
 
-    A NaN or Inf in any tensor makes it NaN or Inf. No wait for the device.
+    Norms of the tensors are computed in float32 (float64 for float64 tensors). A NaN or Inf in any
+    tensor makes the result NaN or Inf.
 
     Args:
-        tensors: of any shapes, floating dtypes and devices; none gives 0. Of a DTensor this
-            rank's part counts.
-        device: of the result; None: that of the first tensor.
-        copies: number of ranks that have the same tensor, by which its squares are divided;
-            None: 1 for all.
+        tensors: tensors of any shapes, floating dtypes and devices. The result is 0 without
+            tensors. Only this rank's part of a DTensor is included.
+        device: optional. Device of the result. Defaults to the device of the first tensor.
+        copies: optional. For each tensor, the number of ranks that have the same tensor, by which
+            its squares are divided. Defaults to 1 for all.
     """
     norms = SquaredNorm()
     norms.add(0, tensors, copies)
@@ -37,8 +40,10 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
 
 
 class SquaredNorm:
-    """`squared_norm` of tensors that are not there at the same time: the same bits, but on a GPU
-    with apex, which takes norms of several tensors at once.
+    """`squared_norm` for tensors that do not exist at the same time.
+
+    The results have the same bits as `squared_norm`, except on a GPU with apex, which computes
+    norms of several tensors at once.
     """
 
     def __init__(self) -> None:
@@ -47,11 +52,12 @@ class SquaredNorm:
     @torch.no_grad()
     def add(self, place: int, tensors: Sequence[Tensor], copies: Sequence[int] | None = None
             ) -> None:
-        """Take a part of the tensors.
+        """Add a part of the tensors.
 
         Args:
-            place: of the part among the others, which may come in any order.
-            tensors, copies: see `squared_norm`.
+            place: index of the part in the order of summation. Parts may be added in any order.
+            tensors: see `squared_norm`.
+            copies: see `squared_norm`.
         """
         copies = [1] * len(tensors) if copies is None else copies
         part = self._parts[place] = []
@@ -62,10 +68,12 @@ class SquaredNorm:
 
     @torch.no_grad()
     def total(self, device: torch.device) -> Tensor:
-        """See `squared_norm`; 0-dim, float64 on this device."""
+        """Return the squared norm of all added tensors, see `squared_norm`; 0-dim, float64 on
+        `device`.
+        """
         alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
-        for place in sorted(self._parts):
-            for count, kind, norms_N in self._parts[place]:
+        for index in sorted(self._parts):
+            for count, kind, norms_N in self._parts[index]:
                 alike.setdefault(count, {}).setdefault(kind, []).append(norms_N)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for count in sorted(alike):
@@ -75,7 +83,7 @@ class SquaredNorm:
 
 
 def _norms(group: list[Tensor]) -> Tensor:
-    """Norms [n] of tensors of one device and dtype, or one norm [1] of all."""
+    """Return the norms [n] of tensors of one device and dtype, or one norm [1] of all of them."""
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:
         return norm_op([group], False)[0].reshape(-1)
     precision = torch.promote_types(group[0].dtype, torch.float32)
@@ -87,9 +95,9 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply all tensors in place.
 
     Args:
-        tensors: of any shapes, floating dtypes and devices, DTensors among them.
-        factor: a number, or 0-dim; apex is used for numbers only, because it would wait for a
-            tensor's value.
+        tensors: tensors or DTensors of any shapes, floating dtypes and devices.
+        factor: a number, or a 0-dim tensor. Apex is used only for numbers, because it would wait
+            for a tensor's value.
     """
     for group in _by_device_and_dtype(tensors):
         if isinstance(factor, Tensor):
@@ -101,7 +109,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor or `PartGradient`; any other tensor itself."""
+    """Return this rank's part of a DTensor or `PartGradient`, or any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 
@@ -114,7 +122,7 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
-    """apex's function over lists of these tensors, or None where it does not take them."""
+    """Return apex's function for lists of these tensors, or None if apex does not support them."""
     first = group[0]
     if first.device.type not in APEX_DEVICES or first.dtype not in APEX_DTYPES or not all(
             tensor.layout == torch.strided and tensor.is_contiguous() for tensor in group):
@@ -122,5 +130,6 @@ def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
     operation, applier = fused.apex(name).value, fused.apex(fused.APPLIER).value
     if operation is None or applier is None:
         return None
-    overflow = torch.zeros(1, dtype=torch.int, device=first.device)  # apex reports there, unread
+    # apex writes an overflow flag here, which is not read
+    overflow = torch.zeros(1, dtype=torch.int, device=first.device)
     return lambda lists, *arguments: applier(operation, overflow, lists, *arguments)

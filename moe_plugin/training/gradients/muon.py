@@ -1,8 +1,9 @@
-"""Muon on experts: each expert's matrix is orthogonalized by itself.
+"""Muon for experts: each expert's matrix is orthogonalized separately.
 
-Muon (Jordan and others 2024) replaces the momentum of a matrix by a nearly orthogonal one. Experts
-are stacks of matrices, which `torch.optim.Muon` refuses: one parameter holds those of many experts,
-gate and up of a gated expert may lie in one tensor, and ranks may have a part of each matrix.
+Muon (Jordan and others 2024) replaces the momentum of a matrix by a nearly orthogonal matrix.
+Experts are stacks of matrices, which `torch.optim.Muon` refuses: one parameter contains the
+matrices of many experts, the gate and up matrices of a gated expert may share one tensor, and each
+rank may have only a part of each matrix.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ from moe_plugin.utils.messages import short
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Make each router whose parameters are of another dtype than the rest a unit of its own.
+    """Make each router with parameters of a different dtype than the rest of the model a separate
+    FSDP unit.
 
-    FSDP2 refuses parameters of several dtypes in one unit. Under `router.fp32` the router is such a
-    unit, too, where `mp_policy` lowers the model: it computes with its parameters as they are. A
-    router's few parameters stay gathered between forward and backward. Call it before the units
-    around the routers are made.
+    FSDP2 refuses parameters of several dtypes in one unit. Under `router.fp32` the router is also a
+    separate unit if `mp_policy` lowers the precision of the model, because the router computes with
+    its parameters in their own dtype. A router's few parameters stay gathered between forward and
+    backward. Call this function before the units around the routers are created.
 
     Args:
-        ignored_params: of the experts.
-        mp_policy, options: of `torch.distributed.fsdp.fully_shard`.
+        model: the model.
+        ignored_params: parameters of the experts.
+        mp_policy: see `torch.distributed.fsdp.fully_shard`.
+        options: other options of `torch.distributed.fsdp.fully_shard`.
     """
     layers = layers_in(model)
     inside = {p for layer in layers for p in layer.router.parameters()}
@@ -53,9 +57,9 @@ def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
             fully_shard(layer.router, ignored_params=ignored_params, mp_policy=policy, **options)
 
 
-# by name: embeddings, heads, routers, gates of one column, adapters
+# names of embeddings, heads, routers, gates with one column, and adapters
 ADAMW = (r"embed|lora_|router|(^|\.)(lm_head|head|classifier|score|gate|shared_expert_gate)\.")
-CHUNK = 2**26  # elements of matrices that are orthogonalized together
+CHUNK = 2**26  # largest number of elements orthogonalized together, to limit memory
 _RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda out, inner: math.sqrt(max(1, out / inner)),
     "match_rms_adamw": lambda out, inner: 0.2 * math.sqrt(max(out, inner)),
@@ -67,21 +71,27 @@ _DEFAULTS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True
 
 def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: float = 0.1,
                 dense: bool = True, adamw: str = ADAMW) -> list[dict[str, Any]]:
-    """Parameter groups for `ExpertMuon`: matrices of experts, and of `nn.Linear`, to Muon; the rest
-    (routers, embeddings, heads, adapters, vectors) to AdamW.
+    """Return parameter groups for `ExpertMuon`.
 
-    Experts are those of `MoELayer` and, in models of `transformers`, of every class decorated by
-    `use_experts_implementation`. Vectors (norms, biases; an expert's bias is one, though experts'
-    biases are stored as [L, F], a matrix by its shape) have no weight decay.
+    Matrices of experts, and of `nn.Linear`, use Muon. All other parameters (routers, embeddings,
+    heads, adapters, vectors) use AdamW.
+
+    Experts are those of `MoELayer` and, in models of `transformers`, of every class decorated with
+    `use_experts_implementation`. Vectors (norms and biases) have no weight decay. Biases of experts
+    count as vectors, although they are stored as matrices [L, F].
 
     Args:
-        lr, adamw_lr: learning rates of Muon and of AdamW.
-        weight_decay: of matrices, in both.
-        dense: whether `nn.Linear` goes to Muon, too.
-        adamw: regular expression, searched in names: these parameters go to AdamW.
-    Returns: groups that have parameters, each with `name` and `muon` (whether it is of Muon).
+        model: the model.
+        lr: learning rate of Muon.
+        adamw_lr: learning rate of AdamW.
+        weight_decay: weight decay of matrices, in both optimizers.
+        dense: whether matrices of `nn.Linear` use Muon, too.
+        adamw: regular expression. Parameters whose name contains a match use AdamW.
+    Returns:
+        Groups with at least one parameter, each with a `name` and `muon` (whether the group uses
+            Muon).
     Raises:
-        ValueError: no trained matrix is left for Muon.
+        ValueError: there is no trained matrix for Muon.
     """
     forms = matrix_forms(model)
     if dense:
@@ -92,53 +102,58 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
         if not parameter.requires_grad:
             continue
         vector = is_vector(parameter, stacks)
-        own: dict[str, Any] = {"name": "adamw, no decay" if vector else "adamw", "muon": False,
-                               "lr": adamw_lr, "weight_decay": 0.0 if vector else weight_decay}
+        options: dict[str, Any] = {"name": "adamw, no decay" if vector else "adamw", "muon": False,
+                                   "lr": adamw_lr, "weight_decay": 0.0 if vector else weight_decay}
         form = forms.get(id(parameter))
         if form is not None and not vector and not re.search(adamw, name):
-            own = {"name": f"muon, {form}", "muon": True, "lr": lr, "weight_decay": weight_decay,
+            options = {"name": f"muon, {form}", "muon": True, "lr": lr,
+                       "weight_decay": weight_decay,
                    **vars(form)}
-        groups.setdefault(own["name"], {**own, "params": []})["params"].append(parameter)
+        groups.setdefault(options["name"], {**options, "params": []})["params"].append(parameter)
     if not any(group["muon"] for group in groups.values()):
-        raise ValueError(f"{type(model).__name__} has no matrix for Muon: must have experts or "
-                         f"nn.Linear that train and whose names adamw={short(adamw)} does not "
-                         "match; unfreeze them, or use torch.optim.AdamW")
+        raise ValueError(f"{type(model).__name__} has no matrix for Muon. Muon needs trainable "
+                         f"experts or nn.Linear modules with names that adamw={short(adamw)} does "
+                         "not match; unfreeze them, or use torch.optim.AdamW")
     return list(groups.values())
 
 
 class ExpertMuon(torch.optim.Optimizer):
-    """Muon on stacks of matrices, and AdamW for what is no matrix, in one optimizer.
+    """Muon for stacks of matrices, and AdamW for all other parameters, in one optimizer.
 
-    A matrix gets the update of `torch.optim.Muon`, whose state (`momentum_buffer`) and options each
-    group of Muon has, and also `transposed` ([..., in, out] is stored) and `halves` (gate and up
-    lie in one tensor, "concatenated" or "alternating"; each is a matrix by itself, as in dense
-    models). Groups with `muon=False` have the options of `torch.optim.AdamW`.
+    A matrix is updated as in `torch.optim.Muon`. Each Muon group has the state (`momentum_buffer`)
+    and options of `torch.optim.Muon`, and also `transposed` (matrices are stored as [..., in, out])
+    and `halves` (gate and up are stored in one tensor, "concatenated" or "alternating", and are
+    separate matrices as in dense models). Groups with `muon=False` have the options of
+    `torch.optim.AdamW`.
 
-    Where an expert is cut into shards (`parallel.shards`, more ranks than experts), or a matrix is
-    a DTensor, its momentum is gathered for the update: collective, and each rank must have
-    gradients of the same parameters.
+    If an expert is cut into shards (`parallel.shards`, or more ranks than experts), or a matrix is
+    a DTensor, its momentum is gathered for the update. The update is then collective, and each rank
+    must have gradients of the same parameters.
 
     Args:
-        params: groups of `muon_groups`, or parameters and groups of one's own: 2D ones and stacks,
-            [out, in] last, go to Muon unless their group says `muon=False`.
-        lr, and other options: as of `torch.optim.Muon`.
+        params: groups from `muon_groups`, or other parameters and groups. 2D parameters and stacks,
+            with [out, in] last, use Muon unless their group contains `muon=False`.
+        lr: see `torch.optim.Muon`.
+        options: other options of `torch.optim.Muon`.
     Raises:
-        ValueError: a group of Muon has vectors, or an option is out of range.
+        ValueError: a Muon group contains vectors, or an option is invalid.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
         if unknown := sorted(set(options) - set(_DEFAULTS)):
-            raise ValueError(f"{unknown[0]}={short(options[unknown[0]])} is no option of Muon: "
-                             f"must be one of {', '.join(_DEFAULTS)}; leave it out, or give it in "
+            raise ValueError(f"{unknown[0]}={short(options[unknown[0]])} is not an option of Muon: "
+                             f"must be one of {', '.join(_DEFAULTS)}; leave it out, or set it in "
                              "a group with muon=False")
         self._given = {**_DEFAULTS, "lr": lr, **options}
         super().__init__(params, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_given": self._given}  # for groups of a copy
+        return {**super().__getstate__(), "_given": self._given}  # options for new groups of a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; fills in the options of the group's kind."""
+        """Add a group, see `torch.optim.Optimizer`, with the default options of the group's
+        optimizer.
+        """
         param_group.setdefault("muon", True)
         defaults = self._given
         if not param_group["muon"]:
@@ -150,7 +165,9 @@ class ExpertMuon(torch.optim.Optimizer):
             _check(param_group)
 
     def _adamw(self) -> _AdamW:
-        """Made once; a copy of this optimizer, which has none, makes its own."""
+        """Return the inner AdamW, which is created once. A copy of this optimizer creates a new
+        one.
+        """
         made: _AdamW | None = vars(self).get("_inner")
         if made is None:
             made = self._inner = _AdamW([torch.zeros(0)])
@@ -158,7 +175,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """See `torch.optim.Optimizer`."""
+        """Update all parameters, see `torch.optim.Optimizer.step`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -174,7 +191,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any],
                 place: tuple[str, Placement] | None) -> None:
-        """As `torch.optim._muon._single_tensor_muon`."""
+        """Update one parameter as `torch.optim._muon._single_tensor_muon` does."""
         state, lr = self.state[parameter], float(group["lr"])
         assert parameter.grad is not None
         gradient = plain(parameter.grad)
@@ -194,32 +211,32 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """Updates the parameters of another optimizer, in its step, with its state."""
+    """An AdamW that updates the parameters of another optimizer, in its step and with its state."""
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
-        """A step of these groups."""
+        """Update these groups."""
         self.param_groups, self.state = groups, state
-        # the hooks around a step (torch's of all optimizers, profilers') are the other one's
+        # unwrapped, because hooks around a step already run for the outer optimizer
         inspect.unwrap(torch.optim.AdamW.step)(self)
 
 
 def _check(group: Mapping[str, Any]) -> None:
     for parameter in group["params"]:
         if parameter.ndim < 2:
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is no matrix: must "
-                             "have two axes or more for Muon; give it in a group with muon=False, "
-                             "or use muon_groups(model, lr, adamw_lr)")
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not a matrix; Muon "
+                             "needs at least two axes. Put it in a group with muon=False, or use "
+                             "muon_groups(model, lr, adamw_lr)")
     for name, choices in (("halves", HALVES), ("adjust_lr_fn", _RATIOS)):
         if group[name] not in choices:
             raise ValueError(f"{name}={short(group[name])} must be one of {', '.join(choices)}; "
-                             "choose one, or leave it out")
+                             "use one of these, or leave it out")
     for name in ("lr", "weight_decay", "momentum"):
         if not float(group[name]) >= 0:
-            raise ValueError(f"{name}={group[name]} must be >= 0; choose another")
+            raise ValueError(f"{name}={group[name]} must be >= 0; use a larger value")
 
 
 def _matrices(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """The matrices [..., out, in] of a tensor, as a view."""
+    """Return the matrices [..., out, in] of a tensor, as a view."""
     if group["transposed"]:
         stack = stack.mT
     if group["halves"] == "concatenated":
@@ -231,14 +248,17 @@ def _matrices(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
               compute: Callable[[Tensor], Tensor]) -> Any:
-    """This rank's part of what `compute` makes of the whole matrices of a tensor; it keeps shapes.
+    """Apply `compute` to the whole matrices of a tensor, and return this rank's part of the result.
 
-    place: of an expert's parameter, its name and place; None: of another.
+    Args:
+        part: this rank's part of the tensor.
+        place: name and placement of an expert's parameter; None for other parameters.
+        compute: function of the whole matrices that preserves shapes.
     """
     if is_sharded(part):
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        # experts stay where they are
+        # sharding over experts is kept, because each matrix is then whole on its rank
         held = [axis if axis == Shard(0) and part.ndim > 2 else Replicate()
                 for axis in part.placements]
         whole = part.redistribute(placements=held)
@@ -254,7 +274,7 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
 
 def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """The update of every matrix in a tensor, in its shape."""
+    """Return the update of every matrix in a tensor, with the tensor's shape."""
     made = torch.empty_like(stack, dtype=torch.bfloat16)
     source, target = _matrices(stack, group), _matrices(made, group)
     flat_NOI = source.reshape(-1, *source.shape[-2:])
@@ -266,10 +286,16 @@ def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def newton_schulz(x_NOI: Tensor, coefficients: tuple[float, float, float], steps: int,
                   eps: float) -> Tensor:
-    """Each matrix, orthogonalized as `torch.optim.Muon` does it: [N, out, in] in bfloat16.
+    """Orthogonalize each matrix as `torch.optim.Muon` does: [N, out, in] in bfloat16.
 
-    Quintic iteration X <- a X + (b G + c G^2) X, G = X X^T, of X / ||X||_F; its coefficients
-    (Jordan and others 2024) bring singular values close to 1, not exactly there.
+    The quintic iteration X <- a X + (b G + c G^2) X, G = X X^T, starts at X / ||X||_F. Its
+    coefficients (Jordan and others 2024) bring singular values close to 1, but not exactly to 1.
+
+    Args:
+        x_NOI: the matrices.
+        coefficients: a, b and c.
+        steps: number of iterations.
+        eps: smallest norm by which a matrix is divided.
     """
     a, b, c = coefficients
     wide = x_NOI.shape[-2] <= x_NOI.shape[-1]

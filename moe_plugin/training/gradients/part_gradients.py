@@ -1,10 +1,11 @@
-"""Gradients of which every rank has a part, as torch's own functions take them.
+"""Gradients of which every rank has a part, in a form that torch's own functions handle correctly.
 
-`torch.nn.utils.clip_grad_norm_`, and so Lightning, Accelerate and transformers' Trainer, take the
-norm of the gradients that a rank has. Of experts each rank has others: without more, every rank
-would scale by a norm of its own, and what all ranks hold alike would drift apart. So these
-gradients are `PartGradient`s: their norm is that of the parts of all ranks, and a number that is
-not finite on one rank is found on all (`torch.amp.GradScaler`). All other operations see tensors.
+`torch.nn.utils.clip_grad_norm_`, and therefore Lightning, Accelerate and transformers' Trainer,
+compute the norm of the gradients on one rank. Each rank has different experts. Without this module,
+every rank would scale by a different norm, and parameters that are equal on all ranks would drift
+apart. Gradients of experts are therefore `PartGradient`s: their norm is computed over the parts of
+all ranks, and a number that is not finite on one rank is detected on all ranks
+(`torch.amp.GradScaler`). All other operations see plain tensors.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from moe_plugin.utils.dtensors import is_sharded
 class PartGradient(Tensor):
     """A gradient of which other ranks have other parts.
 
-    Norms by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`) and the check of
-    `GradScaler` are collective over `comm`: all its ranks call them in the same order. Results of
-    all other functions are plain tensors.
+    Norms computed by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the
+    check of `GradScaler`, are collective over `comm`: all its ranks call them in the same order.
+    All other functions return plain tensors.
 
     Attributes:
         comm: the ranks that have the parts.
@@ -36,7 +37,7 @@ class PartGradient(Tensor):
 
     @classmethod
     def of(cls, gradient: Tensor, comm: Comm) -> PartGradient:
-        """The same memory."""
+        """Return a `PartGradient` that shares the memory of `gradient`."""
         made = gradient.as_subclass(cls)
         made.comm = comm
         return made
@@ -52,12 +53,13 @@ class PartGradient(Tensor):
         return PartGradient.of(plain(self).clone(), self.comm)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)  # a group cannot be pickled
+        return plain(self).__reduce_ex__(protocol)  # a process group cannot be pickled
 
 
 def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
-    """From now on, the gradients of these parameters are `PartGradient`s over `comm`, and
-    `torch.optim.LBFGS`, which takes products over all parameters, refuses to step them.
+    """Make all future gradients of these parameters `PartGradient`s over `comm`.
+
+    `torch.optim.LBFGS`, which computes products over all parameters, then refuses to update them.
     """
     watch_optimizers()
     for parameter in parameters:
@@ -66,19 +68,22 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """Make a parameter's gradient a `PartGradient` where other ranks have other parts of it."""
+    """Convert a parameter's gradient to a `PartGradient` if other ranks have other parts of it."""
     comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
     if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
         parameter.grad = PartGradient.of(gradient, comm)
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """A gradient whose norm is that of this rank's part."""
+    """Return a gradient as a plain tensor, whose norm includes only this rank's part."""
     return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Any other function. DTensors of one list go by themselves: torch does not mix them."""
+    """Call a function that needs no reduction over ranks.
+
+    DTensors in a list are passed in a separate call, because torch does not mix them with tensors.
+    """
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     if not lists or "_foreach" not in getattr(function, "__name__", ""):
         return function(*args, **kwargs)
@@ -97,7 +102,7 @@ def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch.linalg.vector_norm` of one gradient."""
+    """Compute `torch.linalg.vector_norm` of one gradient."""
     options = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
     norm, x = function(*args, **kwargs), options["x"]
     if not isinstance(x, PartGradient) or options.get("dim") is not None:
@@ -106,14 +111,16 @@ def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`torch._foreach_norm`."""
+    """Compute `torch._foreach_norm`."""
     order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
     return tuple(PartNorm.of(norm, order, x.comm) if isinstance(x, PartGradient) else norm
                  for norm, x in zip(_apart(function, args, kwargs), args[0], strict=True))
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """`torch._amp_foreach_non_finite_check_and_unscale_`: found on one rank, found on all."""
+    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. A non-finite number on one rank is
+    reported on all ranks.
+    """
     gradients, found_inf = args[:2]
     _apart(function, args, kwargs)
     groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}
@@ -122,26 +129,35 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
-    """The norms of whole tensors from those of this rank's parts, 0-dim, in their dtypes.
+    """Return the norms of whole tensors, given the norms of this rank's parts. Collective over
+    `comm`.
 
-    order: p of the norm (sum |x|^p)^(1/p); also 0 and infinite ones. Collective over `comm`.
+    Args:
+        norms: 0-dim norms of this rank's parts.
+        order: p of the norm (sum |x|^p)^(1/p), including 0 and infinite orders.
+        comm: the ranks that have the parts.
+    Returns:
+        0-dim norms in the dtypes of `norms`.
     """
-    mine = torch.stack([norm.to(torch.float64) for norm in norms])
+    norms_N = torch.stack([norm.to(torch.float64) for norm in norms])
     order = float(order)
     if math.isinf(order):
         sign = 1 if order > 0 else -1
-        lost = comm.all_reduce(mine.isnan().double(), "max") > 0  # a maximum may leave a NaN out
-        whole = (sign * comm.all_reduce(sign * mine, "max")).masked_fill(lost, math.nan)
+        lost = comm.all_reduce(norms_N.isnan().double(), "max") > 0  # a maximum may ignore a NaN
+        whole = (sign * comm.all_reduce(sign * norms_N, "max")).masked_fill(lost, math.nan)
     elif order == 0:
-        whole = comm.all_reduce(mine)
+        whole = comm.all_reduce(norms_N)
     else:
-        whole = comm.all_reduce(mine.pow(order)).pow(1 / order)
-    return [each.to(norm.dtype) for each, norm in zip(whole.unbind(), norms, strict=True)]
+        whole = comm.all_reduce(norms_N.pow(order)).pow(1 / order)
+    return [value.to(norm.dtype) for value, norm in zip(whole.unbind(), norms, strict=True)]
 
 
 class PartNorm(Tensor):
-    """The norm of this rank's part of a gradient, until something is computed of it: then it is the
-    norm over all ranks. So those of all parameters, which torch stacks, take one collective.
+    """The norm of this rank's part of a gradient, which becomes the norm over all ranks when it is
+    used.
+
+    The reduction is delayed so that the norms of all parameters, which torch stacks, need only one
+    collective.
     """
 
     comm: Comm
@@ -149,7 +165,7 @@ class PartNorm(Tensor):
 
     @classmethod
     def of(cls, norm: Tensor, order: float, comm: Comm) -> PartNorm:
-        """The same memory."""
+        """Return a `PartNorm` that shares the memory of `norm`."""
         made = norm.as_subclass(cls)
         made.comm, made.order = comm, float(order)
         return made
@@ -159,7 +175,7 @@ class PartNorm(Tensor):
                            args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is Tensor.to:  # on its way to `stack`, torch moves it to a device
+            if function is Tensor.to:  # torch moves norms to one device before `stack`
                 return cls.of(function(*args, **(kwargs or {})), args[0].order, args[0].comm)
             known = [_over_ranks(arg) if isinstance(arg, (list, tuple)) else _over_ranks([arg])[0]
                      for arg in args]
@@ -167,7 +183,7 @@ class PartNorm(Tensor):
 
 
 def _over_ranks(values: Sequence[Any]) -> list[Any]:
-    """The same values, but norms over all ranks: one collective for all of a group and order."""
+    """Replace `PartNorm`s by norms over all ranks, with one collective for each group and order."""
     known = [value.full_tensor() if is_sharded(value) else value for value in values]
     alike: dict[tuple[str, float], list[int]] = {}
     for number, value in enumerate(values):

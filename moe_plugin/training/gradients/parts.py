@@ -1,8 +1,8 @@
-"""Parts of parameters: what one rank's optimizer updates where optimizer state is sharded.
+"""Parts of parameters that one rank's optimizer updates if the optimizer state is sharded.
 
-An optimizer sees plain tensors, so that any element-wise one works. A part is a piece along the
-first axis that shares its storage with the parameter: with the rank's shard of a DTensor, or with
-1/size of a whole parameter, flattened. Pieces are as long as `torch.chunk` makes them.
+An optimizer receives plain tensors, so any element-wise optimizer works. A part is a piece along
+the first axis that shares its storage with the parameter: with the rank's shard of a DTensor, or
+with 1/size of a flattened whole parameter. Pieces have the same lengths as those of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Part:
     """A parameter and the part of it that this rank updates.
 
     Attributes:
-        parameter: the model's.
-        local: what the optimizer gets; `parameter` itself where this rank updates all of it.
-        shape: in which the whole parameter was cut along its first axis.
-        comm: the ranks that update the other parts; None: there are none.
-        stays: whether no other rank stores this part; `parameter` is a DTensor then.
+        parameter: the parameter of the model.
+        local: the tensor that the optimizer updates; `parameter` itself if this rank updates all of
+            it.
+        shape: shape in which the whole parameter was cut along its first axis.
+        comm: the ranks that update the other parts; None if there are no other parts.
+        stays: whether no other rank stores this part, in which case `parameter` is a DTensor.
     """
 
     parameter: nn.Parameter
@@ -44,7 +45,7 @@ class Part:
     stays: bool = False
 
     def take_gradient(self) -> None:
-        """Move the parameter's gradient, which is reduced, to `local`; zero where there is none."""
+        """Move the parameter's reduced gradient to `local`. A missing gradient becomes zero."""
         if self.local is self.parameter:
             return
         gradient = self.parameter.grad
@@ -56,16 +57,15 @@ class Part:
             self.local.grad = torch.zeros_like(self.local)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of the parameter's shape; a view where it can be."""
+        """Return this rank's part of a tensor with the parameter's shape, as a view if possible."""
         if self.comm is None:
             return whole
         return piece(whole.reshape(self.shape), self.comm)
 
     def whole(self, part: Tensor) -> Tensor:
-        """A tensor of the parameter's shape from all ranks' parts; collective.
+        """Return a tensor with the parameter's shape from all ranks' parts; collective.
 
-        Anything that does not have the shape of `local`, a count of steps for example, stays as it
-        is.
+        Tensors that do not have the shape of `local`, such as a step count, are returned unchanged.
         """
         if self.comm is None or part.shape != self.local.shape:
             return part
@@ -74,7 +74,8 @@ class Part:
 
 
 def piece(whole: Tensor, comm: Comm) -> Tensor:
-    """This rank's piece of a tensor along its first axis; the last ones may be shorter, or empty.
+    """Return this rank's piece of a tensor along its first axis. The last pieces may be shorter or
+    empty.
     """
     rows = -(-whole.shape[0] // comm.size)
     first = min(comm.rank * rows, whole.shape[0])
@@ -82,9 +83,12 @@ def piece(whole: Tensor, comm: Comm) -> Tensor:
 
 
 def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
-    """Parts of an FSDP2 model's parameters: its DTensors' shards; others are this rank's alone.
+    """Return the parts of an FSDP2 model's parameters: this rank's shards of DTensors, and all
+    other parameters whole.
 
-    comm: the ranks over which DTensors are sharded along their first axis.
+    Args:
+        parameters: parameters of the model.
+        comm: the ranks over which DTensors are sharded along their first axis.
     """
     return [
         Part(p, _stand_in(p, p.detach().to_local()), p.shape, comm, stays=True)
@@ -93,23 +97,23 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
 
 
 def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None) -> list[Part]:
-    """Parts of parameters that are stored whole (ZeRO stage 1).
+    """Return parts of parameters that are stored whole (ZeRO stage 1).
 
     Args:
-        parameters: contiguous.
-        comm: the ranks that store the dense ones.
-        replicas: the ranks that store the same experts; None: no other.
+        parameters: contiguous parameters.
+        comm: the ranks that store the dense parameters.
+        replicas: the ranks that store the same experts; None if no other rank does.
     """
-    found = []
+    parts = []
     for parameter in parameters:
         ranks = replicas if is_expert(parameter) else comm
         if ranks is None:
-            found.append(Part(parameter, parameter, parameter.shape, None))
+            parts.append(Part(parameter, parameter, parameter.shape, None))
         else:
             flat_N = parameter.detach().view(-1)
-            found.append(Part(parameter, _stand_in(parameter, piece(flat_N, ranks)), flat_N.shape,
+            parts.append(Part(parameter, _stand_in(parameter, piece(flat_N, ranks)), flat_N.shape,
                               ranks))
-    return found
+    return parts
 
 
 def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
@@ -118,9 +122,9 @@ def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
 
 
 def publish(parts: Iterable[Part]) -> None:
-    """Give all ranks the parts that each of them has updated; collective, in buckets.
+    """Send the parts that each rank has updated to all ranks; collective, in buckets.
 
-    Shards of DTensors stay where they are.
+    Shards of DTensors are not sent.
     """
     by_comm: dict[int, tuple[Comm, list[Part]]] = {}
     for part in parts:
@@ -151,9 +155,11 @@ def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
 
 
 def count_once(parts: Iterable[Part], ranks: int) -> None:
-    """Mark what each rank's optimizer gets with the number of ranks that have the same.
+    """Mark each tensor of the optimizer with the number of ranks that have the same tensor.
 
-    ranks: all data-parallel ranks.
+    Args:
+        parts: the parts of this rank.
+        ranks: number of all data-parallel ranks.
     """
     for part in parts:
         if part.comm is not None:

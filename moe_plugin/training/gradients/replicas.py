@@ -1,9 +1,9 @@
-"""Parameters that several ranks store alike: their gradients averaged in buckets, behind backward.
+"""Averaging of gradients over ranks that store the same parameters, in buckets and during backward.
 
-A bucket is one all-reduce. It starts as soon as all its gradients are there, while backward
-computes those of earlier layers; buckets start in the same order on all ranks. Averaging what is
-averaged already changes nothing, so that a gradient may be reduced after every backward pass that
-adds to it, or once after the last.
+A bucket is one all-reduce. A bucket starts as soon as all its gradients are complete, while
+backward computes the gradients of earlier layers. Buckets start in the same order on all ranks.
+Averaging gradients that are already averaged changes nothing, so gradients may be reduced after
+every backward pass, or once after the last one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ def mark_replicas(parameter: Tensor, ranks: int) -> None:
 
 
 def replicas_of(parameter: Tensor) -> int:
-    """Number of ranks that store this expert parameter; 1 where it carries no mark."""
+    """Return the number of ranks that store an expert parameter, or 1 if the parameter is not
+    marked.
+    """
     return getattr(parameter, "expert_replicas", 1)
 
 
 class _Groups:
-    """The groups that `replica_comm` made for each owner that still exists, by their ranks."""
+    """The groups created by `replica_comm` for each existing owner, by their ranks."""
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Comm | None]] = (
@@ -40,28 +42,31 @@ class _Groups:
 
 
 def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
-    """A separate group of the ranks that store the same experts as this one; None: no other does.
+    """Return a separate group of the ranks that store the same experts as this rank, or None if
+    there are no other ranks.
 
-    Collective: all ranks of `world` call it.
+    Collective: all ranks of `world` call this function.
 
     Args:
-        experts: the expert-parallel group of this rank; a group of one: every rank has all experts.
+        experts: expert-parallel group of this rank. In a group of one rank, every rank has all
+            experts.
         world: all data-parallel ranks.
-        owner: the object that uses the group. A later call for the same owner and ranks returns the
-            same group, so that a run whose expert-parallel size changes often does not run out of
-            connections. Optional. Without an owner, every call makes a new group.
+        owner: optional. The object that uses the group. Later calls for the same owner and ranks
+            return the same group, so that a run that often changes its expert-parallel size does
+            not exhaust connections. Without an owner, every call creates a new group.
     Raises:
         ValueError: the expert-parallel groups do not make up the world.
     """
     if world.size == 1:
         return None
-    place = torch.tensor([experts.rank, experts.size], dtype=torch.int64, device=world.device)
-    places = world.all_gather(place).view(-1, 2).tolist()
+    position = torch.tensor([experts.rank, experts.size], dtype=torch.int64, device=world.device)
+    places = world.all_gather(position).view(-1, 2).tolist()
     alike = [rank for rank, other in enumerate(places) if other == places[world.rank]]
     if len(alike) * experts.size != world.size:
         raise ValueError(
-            f"expert group of {experts.size} times {len(alike)} replicas is not the world of "
-            f"{world.size} ranks; every rank must be in one expert group, all of one size")
+            f"expert group of {experts.size} ranks times {len(alike)} replicas is not the world "
+            f"of {world.size} ranks; every rank must be in one expert group, and all expert groups "
+            "must have the same size")
     if len(alike) == 1:
         return None
     if owner is None:
@@ -73,10 +78,11 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients travel together.
+    """Parameters of one dtype and device whose gradients are reduced together.
 
-    Attributes: `touched`: a gradient changed since the last `finish`. `started`: the sum is on its
-    way.
+    Attributes:
+        touched: whether a gradient changed since the last `finish`.
+        started: whether the all-reduce is in progress.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -90,17 +96,17 @@ class Bucket:
         return self._wait is not None
 
     def ready(self, passes: int) -> bool:
-        """Whether `passes` backward passes have added to every gradient."""
+        """Return whether `passes` backward passes have contributed to every gradient."""
         return all(self._passes.get(parameter, 0) >= passes for parameter in self.parameters)
 
     def add(self, parameter: nn.Parameter) -> None:
-        """A backward pass has added to this parameter's gradient."""
+        """Record that a backward pass has added to this parameter's gradient."""
         self._passes[parameter] = self._passes.get(parameter, 0) + 1
         self.touched, self._stale = True, self.started
 
     @torch.no_grad()
     def start(self, comm: Comm) -> None:
-        """Begin the average over the ranks of `comm`; a missing gradient is zero."""
+        """Start averaging over the ranks of `comm`. A missing gradient counts as zero."""
         flat_N = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self.parameters
@@ -110,8 +116,8 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, comm: Comm) -> None:
-        """Wait for the average and make it the parameters' gradients."""
-        if self._wait is not None and self._stale:  # added to after the start, on all ranks alike
+        """Wait for the average, and store it in the parameters' gradients."""
+        if self._wait is not None and self._stale:  # changed after the start, on all ranks
             self._wait()
             self.start(comm)
         if self._wait is not None:
@@ -125,8 +131,9 @@ class Bucket:
         self._reset()
 
     def forget(self) -> None:
-        """A backward pass failed: what it added is to change nothing. Waits for an average that has
-        been started, which the other ranks of its group compute, too.
+        """Discard the contributions of a failed backward pass.
+
+        Waits for an average that has started, because the other ranks of the group compute it, too.
         """
         if self._wait is not None:
             self._wait()
@@ -138,8 +145,9 @@ class Bucket:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Parameters of one dtype and device in lists of at most `size` bytes (or one parameter), in
-    their order.
+    """Group parameters of one dtype and device into lists of at most `size` bytes, in order.
+
+    A larger parameter has its own list.
     """
     made: list[list[nn.Parameter]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
@@ -156,25 +164,27 @@ def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Pa
 
 
 class ReplicaReducer:
-    """Averages gradients over the ranks that store the same parameters, behind backward.
+    """Averages gradients over the ranks that store the same parameters, during backward.
 
     Args:
-        parameters: in the order of the forward pass, the same on all ranks of `comm`.
-        comm: those ranks; no other collective may use the group.
-        bucket_bytes: of gradients in one all-reduce.
-        at_end_of_backward: gradients are complete when `backward` returns; else when `finish` does.
+        parameters: parameters in the order of the forward pass, the same on all ranks of `comm`.
+        comm: the ranks. No other collective may use this group.
+        bucket_bytes: bytes of gradients in one all-reduce.
+        at_end_of_backward: if true, gradients are complete when `backward` returns, else after
+            `finish`.
 
-    Attributes: `passes`: backward passes before an optimizer step. Buckets start in the last one.
+    Attributes:
+        passes: number of backward passes before an optimizer step. Buckets start in the last pass.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
                  bucket_bytes: int = BUCKET_BYTES, at_end_of_backward: bool = True) -> None:
         self.comm, self.passes = comm, 1
-        # the last backward pass that is to call `finish`: one that failed has not, and never will
+        # The backward pass that will call `finish` at its end. A failed pass never calls `finish`.
         self._at_end, self._queued = at_end_of_backward, -1
-        # autograd keeps a callback until its pass ends, or fails
+        # autograd keeps a callback alive until its pass ends or fails
         self._open: weakref.WeakSet[functools.partial[None]] = weakref.WeakSet()
-        # backward reaches the last layer first
+        # reversed, because backward reaches the last layer first
         self._buckets = [Bucket(each)
                          for each in in_buckets(reversed(list(parameters)), bucket_bytes)]
         self._next = 0
@@ -184,17 +194,18 @@ class ReplicaReducer:
 
     def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def added(parameter: Tensor) -> None:
-            here = torch._C._current_graph_task_id()
-            if self._at_end and self._queued != here:
-                self._begin(here)
+            task = torch._C._current_graph_task_id()
+            if self._at_end and self._queued != task:
+                self._begin(task)
             bucket.add(parameter)  # type: ignore[arg-type]
             self._start_ready()
 
         return added
 
     def _begin(self, task: int) -> None:
-        """Let the backward pass `task` call `finish`. (Reentrant passes run inside of others, which
-        are still open then.)
+        """Make the backward pass `task` call `finish` at its end.
+
+        Reentrant passes run inside other passes, which are still open then.
         """
         if self._queued != -1 and not self._open:
             self.forget()
@@ -208,10 +219,10 @@ class ReplicaReducer:
             self._next += 1
 
     def finish(self) -> None:
-        """Complete all gradients that were added to since the last call.
+        """Complete all gradients that changed since the last call.
 
-        Collective where backward passes were. A parameter that has no gradient in one of these
-        buckets gets the average of the others', zero where none has one.
+        Collective if there were backward passes. A parameter without a gradient on this rank
+        receives the average over all ranks, in which missing gradients count as zero.
         """
         self._queued = -1
         for bucket in self._touched():
@@ -222,9 +233,10 @@ class ReplicaReducer:
         self._next = 0
 
     def forget(self) -> None:
-        """A backward pass failed, on all ranks alike: what it has added is dropped, and no later
-        one gets its averages. Where `finish` runs at the end of backward, the next backward pass
-        calls this. Collective.
+        """Discard the contributions of a backward pass that failed on all ranks.
+
+        If `finish` runs at the end of backward, the next backward pass calls this method.
+        Collective.
         """
         for bucket in self._buckets:
             bucket.forget()

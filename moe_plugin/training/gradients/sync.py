@@ -1,4 +1,6 @@
-"""Gradient reduction for plain PyTorch training loops (hosts bring their own)."""
+"""Gradient reduction and clipping for plain PyTorch training loops. The hosts have their own
+gradient reduction.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +33,30 @@ from moe_plugin.tuning.collectives import prepare_replicas
 from moe_plugin.utils.dtensors import is_sharded
 
 
-# The gradient norm of models of which every rank stores a part.
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
     """Scale gradients so that their L2 norm, over all parameters of all ranks, is at most
     `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, for models of which every rank stores a part: shards
-    (DTensors) and experts of all ranks count, each once. Collective.
+    This is `torch.nn.utils.clip_grad_norm_` for models whose parameters are distributed over ranks:
+    shards (DTensors) and experts of all ranks are included, each exactly once. Collective.
 
     Args:
-        parameters: of this rank, after backward; gradients as `fully_shard_model` and `ddp_model`
-            of `moe_plugin.hosts.plain.sharding` leave them.
-        max_norm: bound; infinite: gradients stay as they are.
-        world: all data-parallel ranks; None: those of the default group.
-    Returns: the norm before clipping, float32 (float64 for float64 gradients), equal on all ranks;
-        not finite where a gradient of any rank is not.
+        parameters: parameters of this rank, after backward, with gradients as reduced by
+            `fully_shard_model` or `ddp_model` of `moe_plugin.hosts.plain.sharding`.
+        max_norm: largest norm. Gradients do not change if it is infinite.
+        world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
+    Returns:
+        The norm before clipping, float32 (float64 for float64 gradients), equal on all ranks. It is
+            not finite if any rank's gradient is not finite.
     Raises:
-        ValueError: there are no parameters, as of an iterator that was read before.
+        ValueError: there are no parameters, for example because an iterator was already consumed.
     """
     parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     if not parameters or not all(isinstance(p, Tensor) for p in parameters):
-        raise ValueError("clip_grad_norm_ takes a model's parameters, and got "
-                         f"{parameters[0].__class__.__name__ if parameters else 'none'}: must be "
-                         "tensors; call it with a new model.parameters() each time")
+        raise ValueError("clip_grad_norm_ expects the parameters of a model, but got "
+                         f"{parameters[0].__class__.__name__ if parameters else 'none'}; pass "
+                         "tensors, and call model.parameters() again for each call")
     owners = [p for p in parameters if p.grad is not None]
     clip = PartedClip(max_norm, world)
     clip.add(0, owners)
@@ -64,13 +66,15 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
 
 
 class PartedClip:
-    """`clip_grad_norm_` where gradients are not in memory together, such as those of the blocks of
-    a `StreamedTrainer`: the same bits (but see `multi_tensor.SquaredNorm`).
+    """`clip_grad_norm_` for gradients that are not in memory at the same time, such as those of the
+    blocks of a `StreamedTrainer`.
 
-    In each step `add` takes all gradients, `norm` ends them, and `scale` makes them smaller.
+    The results have the same bits as with `clip_grad_norm_` (but see `multi_tensor.SquaredNorm`).
+    In each step call `add` for all gradients, then `norm`, then `scale`.
 
     Args:
-        max_norm, world: see `clip_grad_norm_`.
+        max_norm: see `clip_grad_norm_`.
+        world: see `clip_grad_norm_`.
     """
 
     def __init__(self, max_norm: float, world: Comm | None = None) -> None:
@@ -79,13 +83,18 @@ class PartedClip:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again: of a step that failed nothing counts."""
+        """Discard all added gradients, for example after a failed step."""
         self._dtype = torch.float32
         self._alike, self._parts = multi_tensor.SquaredNorm(), multi_tensor.SquaredNorm()
 
     @torch.no_grad()
     def add(self, place: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Take the gradients of some parameters; place: of these among all, in any order."""
+        """Add the gradients of some parameters.
+
+        Args:
+            place: index that determines the order of summation, whatever the order of calls.
+            parameters: the parameters.
+        """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         parts = [(p, g) for p, g in owners if _is_part(p)]
         self._parts.add(place, [g for _, g in parts], [_copies(p) for p, _ in parts])
@@ -95,7 +104,7 @@ class PartedClip:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The norm of all that was taken, as `clip_grad_norm_` returns it. Collective."""
+        """Return the norm of all added gradients, as `clip_grad_norm_` does. Collective."""
         squared = self.world.all_reduce(self._parts.total(self.world.device))
         norm = (squared + self._alike.total(self.world.device)).sqrt().to(self._dtype)
         self._factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -103,7 +112,7 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale gradients in place so that the last norm is at most `max_norm`."""
+        """Scale gradients in place so that the last norm becomes at most `max_norm`."""
         multi_tensor.scale_(gradients, self._factor)
 
 
@@ -112,7 +121,7 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """How many ranks store, and count, this part of a parameter."""
+    """Return the number of ranks that store this part of a parameter and include it in the norm."""
     if not is_sharded(parameter):
         return replicas_of(parameter)
     mesh, copies = parameter.device_mesh, 1
@@ -126,28 +135,28 @@ DivisorOf = Callable[[MoELayer], float | None]
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
                    replicas: Comm | None = None) -> None:
-    """Make every rank's gradients those of the mean over ranks of the ranks' losses.
+    """Set every rank's gradients to those of the mean over ranks of the ranks' losses.
 
-    Shared parameters are averaged over `world`. An expert's gradient already is the sum over the
-    ranks of its expert-parallel group; it is summed over `replicas` (the ranks that store the same
-    experts, where there are several such groups) and divided by the size of `world` once.
+    Shared parameters are averaged over `world`. An expert's gradient is already the sum over the
+    ranks of its expert-parallel group. The gradient is summed over `replicas` and divided once by
+    the size of `world`.
 
     Args:
-        model: after backward. Every parameter without a gradient must be without one on all ranks.
+        model: the model after backward. A parameter without a gradient must have none on all ranks.
         world: all data-parallel ranks.
-        expert_group: the layer's group; a group of one means that experts are replicated like any
-            parameter.
-        replicas: see above; None where `expert_group` is `world`.
+        expert_group: optional. Group of the layers. With a group of one rank, experts are
+            replicated like any parameter. Defaults to `world`.
+        replicas: optional. The ranks that store the same experts as this rank. Required if there
+            are several expert-parallel groups.
     Raises:
-        ValueError: the groups do not make up the world.
+        ValueError: the product of the group sizes is not the size of the world.
     """
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1
     if ep.size > 1 and ep.size * copies != world.size:
         raise ValueError(
-            f"expert group of {ep.size} times {copies} replicas is not the world of {world.size} "
-            "ranks; pass `replicas`, the ranks "
-            "that store the same experts")
+            f"expert group of {ep.size} ranks times {copies} replicas is not the world of "
+            f"{world.size} ranks; pass `replicas`, the ranks that store the same experts")
     mark_adapters(model)
     _tell_world(model, world)
     reduced = [p for p in model.parameters() if p.grad is not None]
@@ -162,7 +171,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
 
 
 def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
-    buckets = [Bucket(each) for each in in_buckets(parameters, BUCKET_BYTES)]
+    buckets = [Bucket(members) for members in in_buckets(parameters, BUCKET_BYTES)]
     for bucket in buckets:
         bucket.start(comm)
     for bucket in buckets:
@@ -170,19 +179,21 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Call before `DistributedDataParallel(model)`, so that it leaves experts alone.
+    """Exclude experts from `DistributedDataParallel`; call this function before
+    `DistributedDataParallel(model)`.
 
-    Otherwise DDP overwrites a rank's experts by rank 0's and averages their gradients. It would
-    overwrite what a router counts of this rank, and the costs of its links, too.
+    Otherwise DDP would overwrite each rank's experts with rank 0's experts and average their
+    gradients. It would also overwrite the counts of each rank's router, and the costs of its links.
 
-    After backward, `sync_gradients` does what remains to be done for the experts; `reduce_experts`,
-    called once before, does it behind backward.
+    To reduce the experts' gradients, call `sync_gradients` after each backward pass, or
+    `reduce_experts` once in advance to reduce them during backward.
     """
     mark_adapters(model)
-    # torch's own function for this overwrites the names that were left out before
+    # torch's own function for this overwrites names that were excluded before
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    # all names of a shared parameter, because DDP averages it unless all of them are excluded
     experts = [name for name, parameter in model.named_parameters(remove_duplicate=False)
-               if is_expert(parameter)]  # DDP averages a parameter unless it knows all its names
+               if is_expert(parameter)]
     model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
         *ignored, *experts, *router_counts(model)]
 
@@ -190,24 +201,26 @@ def exclude_experts(model: nn.Module) -> None:
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                    bucket_bytes: int = BUCKET_BYTES, divisor_of: DivisorOf | None = None
                    ) -> list[ReplicaReducer]:
-    """From now on, experts' gradients are those of the mean over ranks of the ranks' losses when
-    `backward` returns.
+    """Set up hooks that reduce the experts' gradients during each backward pass.
 
-    Replicas start with the experts of their first rank. Experts on the meta device get memory here,
-    and values when the model is loaded. `ddp_model` and `fully_shard_model` of
-    `moe_plugin.hosts.plain.sharding` call it. Collective.
+    When `backward` returns, the experts' gradients are those of the mean over ranks of the ranks'
+    losses. Replicas start with the experts of their first rank. Experts on the meta device are
+    allocated here, and receive their values when the model is loaded. `ddp_model` and
+    `fully_shard_model` of `moe_plugin.hosts.plain.sharding` call this function. Collective.
 
     Args:
-        model: with `MoELayer`s; before its first backward pass.
-        world: all data-parallel ranks; None: those of the default group.
-        bucket_bytes: of gradients in one all-reduce between replicas.
-        divisor_of: called in backward with a layer, returns the number by which the sum over ranks
-            of the other gradients of this layer is divided. None stands for the number of ranks,
-            as does a missing function.
-    Returns: what reduces the replicas' gradients, one for each group of layers that share theirs.
+        model: a model with `MoELayer`s, before its first backward pass.
+        world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
+        bucket_bytes: bytes of gradients in one all-reduce between replicas.
+        divisor_of: optional. Function that is called in backward with a layer and returns the
+            divisor of the sum over ranks of the layer's other gradients. If the function is missing
+            or returns None, the divisor is the number of ranks.
+    Returns:
+        The reducers of the replicas' gradients, one for each group of layers with the same
+            expert-parallel group.
     Raises:
-        ValueError: the expert-parallel groups do not make up the world, ranks of such a group
-            hold the same tokens, or it was called for these experts before.
+        ValueError: the expert-parallel groups do not make up the world, ranks of such a group have
+            the same tokens, or the function was already called for these experts.
     """
     world = default_comm() if world is None else world
     mark_adapters(model)
@@ -233,21 +246,23 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
             settings = layers[0].config
             replicas = prepare_replicas(replicas, settings.comm, not settings.deterministic)
             reducers.append(ReplicaReducer(experts, replicas, bucket_bytes=bucket_bytes))
-        if shared:  # last: what stands before sees plain gradients
+        if shared:  # registered last, so that hooks registered before see plain gradients
             keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
             layer.layouts.experts.seed_comm = world
             layer.layouts.experts.reduced = replicas is not None or shared
             layer.ddp_check.expect_wrapper()
             for parameter in layer.experts.parameters():
-                # gone where its hooks are gone
+                # the mark disappears with the parameter's hooks
                 parameter.reduced = parameter.requires_grad  # type: ignore[attr-defined]
     return reducers
 
 
 def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf | None) -> None:
-    """Let the gradients of experts, once they are averaged over replicas, be those of the mean over
-    `world` ranks, or of the sum over another divisor.
+    """Register hooks that divide the experts' gradients, before they are averaged over replicas.
+
+    The result is the gradient of the mean over `world` ranks, or of the sum divided by another
+    divisor.
     """
     ranks = layers[0].comm.size
     hooked = set[nn.Parameter]()
@@ -264,26 +279,30 @@ def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf 
 
 
 def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
-    """Raise `ValueError` if layers of different expert-parallel groups share parameters."""
-    found: dict[nn.Parameter, str] = {}
+    """Raise a `ValueError` if layers of different expert-parallel groups share parameters."""
+    first_group: dict[nn.Parameter, str] = {}
     for group, layers in by_group.items():
         for parameter in (p for layer in layers for p in layer.experts.parameters()):
-            if (other := found.setdefault(parameter, group)) != group:
+            if (other := first_group.setdefault(parameter, group)) != group:
                 raise ValueError(
                     f"layers of the expert-parallel groups {other!r} and {group!r} share "
-                    "parameters of experts, whose gradients would be reduced over both groups. "
+                    "parameters of experts, and their gradients would be reduced over both groups. "
                     "Give these layers the same `comm`, or separate experts")
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """`mark_experts` for all layers: adapters may have come since they were built."""
+    """Call `mark_experts` for all layers, because adapters may have been added since the layers
+    were built.
+    """
     for layer in layers_in(model):
         mark_experts(layer.experts)
 
 
 def _tell_world(model: nn.Module, world: Comm) -> None:
-    """Biases that follow loads follow those of all these ranks, as the gradients do; and parameters
-    that these ranks share are compared.
+    """Set the ranks over which load-dependent biases of routers are computed, and over which shared
+    parameters are compared.
+
+    The biases then depend on the same ranks as the gradients.
     """
     for layer in layers_in(model):
         layer.ddp_check.compare_replicas(world)
@@ -293,8 +312,9 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Memory for experts on the meta device, without values: hooks stay with the parameters when
-    the rest of the model gets its memory.
+    """Allocate experts on the meta device, without values.
+
+    Hooks then stay registered when the rest of the model is allocated.
     """
     for layer in layers_in(model):
         if any(p.is_meta for p in layer.experts.parameters()):
@@ -302,22 +322,23 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_twice(model: nn.Module) -> None:
-    """`ValueError` the second time: the hooks of both calls would divide each gradient."""
+    """Raise a `ValueError` at the second call, because the hooks of both calls would divide each
+    gradient.
+    """
     for name, parameter in expert_parameters(model).items():
         if getattr(parameter, "reduced", False):
             raise ValueError(
-                f"gradients of {name!r} are reduced behind backward already: must be once; wrap "
-                "the model by one of ddp_model and fully_shard_model (both call reduce_experts), "
-                "once")
+                f"gradients of {name!r} are already reduced during backward. Wrap the model only "
+                "once, with either ddp_model or fully_shard_model (both call reduce_experts)")
 
 
 def refuse_same_tokens(layer: MoELayer) -> None:
-    """`ValueError` where the ranks of a layer's group hold the same tokens."""
+    """Raise a `ValueError` if the ranks of a layer's group have the same tokens."""
     name, replicas = layer.config.dispatch.name, layer.config.parallel.replicas
     if replicas > 1 or (layer.comm.size > 1 and dispatchers.get(name).traits.shares_tokens):
         raise ValueError(
-            f"dispatch.name={name!r} with parallel.replicas={replicas} is for ranks that have the "
-            "same tokens, data-parallel ranks have different ones; use dispatch.name='ragged' or "
+            f"dispatch.name={name!r} with parallel.replicas={replicas} is for ranks with the same "
+            "tokens, but data-parallel ranks have different tokens; use dispatch.name='ragged' or "
             "'padded', and parallel.replicas=1")
 
 

@@ -1,3 +1,4 @@
-"""Runs that go on, or end with a clear message, when a rank is lost, computes wrongly, overflows or
-stops: the same in every host.
+"""Features for runs in which a rank is lost, computes wrong results, overflows or is stopped.
+
+The run continues, or ends with a clear message, in the same way in every host.
 """

@@ -1,6 +1,8 @@
-"""Peers that each train a whole model whose weights stream through their device, and average their
-weights every so many steps (local SGD, DiLoCo, as torchft's `LocalSGD` and `DiLoCo`). Peers come
-and go.
+"""Peers that train separately and average their weights every few steps (local SGD and DiLoCo, like
+torchft's `LocalSGD` and `DiLoCo`).
+
+Each peer trains a whole model whose weights stream through its device. Peers may join and leave at
+any time.
 """
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ from moe_plugin.utils.folder_lock import FolderLock, hold_saved
 from moe_plugin.utils.run_feature import RunFeature, StepFacts
 
 log = logging.getLogger(__name__)
-_START, _MOMENTUM = "start", "momentum"  # in a saved folder
-BlockState = Mapping[str, Sequence[Tensor]]  # a block's state of the outer optimizer
+_START, _MOMENTUM = "start", "momentum"  # names in a saved folder
+BlockState = Mapping[str, Sequence[Tensor]]  # the outer optimizer's state of a block
 
 
 @dataclass(frozen=True)
 class OuterNesterov:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean of the peers' changes.
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean change of the peers'
+    weights.
 
-    With theta, the weights after the last average, theta_i, those of peer i now, and a momentum b
-    that begins at 0: Delta = mean_i(theta - theta_i); b <- mu b + Delta; theta <- theta - lr (Delta
-    + mu b). Source: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1, with its values.
+    Let theta be the weights after the last average, theta_i the current weights of peer i, and b a
+    momentum that starts at 0. Then Delta = mean_i(theta - theta_i); b <- mu b + Delta; theta <-
+    theta - lr (Delta + mu b). Source: Douillard and others, DiLoCo (arXiv 2311.08105), algorithm 1,
+    with its values as defaults.
 
     Attributes:
-        lr: above 0. momentum: mu, in [0, 1).
+        lr: learning rate, above 0.
+        momentum: mu, in [0, 1).
     Raises:
         ValueError: a number is out of bounds.
     """
@@ -49,14 +54,14 @@ class OuterNesterov:
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
-            raise ValueError(f"outer lr={self.lr}: must be > 0 and finite, e.g. 0.7")
+            raise ValueError(f"outer lr={self.lr}: must be > 0 and finite; use e.g. 0.7")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"outer momentum={self.momentum}: must be in [0, 1), e.g. 0.9")
+            raise ValueError(f"outer momentum={self.momentum}: must be in [0, 1); use e.g. 0.9")
 
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
-        """Update theta and b in place; changes: Delta, which is overwritten."""
+        """Update theta and b in place. `changes` contains Delta, and is overwritten."""
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
             theta.add_(delta.add_(b, alpha=self.momentum), alpha=-self.lr)
@@ -65,25 +70,30 @@ class OuterNesterov:
 class StreamedPeer:
     """This peer's trainer and its part in the averages.
 
-    Weights are averaged block by block, so that no peer ever has the whole model in memory. A peer
-    that joins, or comes back, gets the others' weights in its first average, their counts (buffers
-    of integers, which no average changes), with DiLoCo the outer optimizer's state, too; its own
-    optimizer begins again, as with any local SGD.
+    Weights are averaged block by block, so that no peer ever has the whole model in memory. A
+    joining or returning peer receives in its first average the other peers' weights, their counts
+    (integer buffers, which averages do not change) and, with DiLoCo, the outer optimizer's state.
+    Its own optimizer starts from zero, as with any local SGD.
 
     Args:
-        trainer: the same model and optimizer on every peer.
-        lighthouse, replica, timeout_s: see `ElasticReplica`.
-        every: steps between averages.
-        outer: DiLoCo's outer optimizer, the same on every peer, whose state is in the trainer's
-            tier: twice the weights. None: weights become their mean.
-        resume: a folder that `save` wrote, which the trainer and the outer optimizer continue.
-        outer_states: what `outer_state` gave of each block, from a host's checkpoint; None: the
-            outer optimizer starts from zero.
+        trainer: trainer with the same model and optimizer on every peer.
+        lighthouse: see `ElasticReplica`.
+        replica: see `ElasticReplica`.
+        every: number of steps between averages.
+        timeout_s: see `ElasticReplica`.
+        outer: optional. DiLoCo's outer optimizer, the same on every peer. Its state, twice the size
+            of the weights, is stored in the trainer's tier. By default the weights are set to their
+            mean.
+        resume: optional. A folder written by `save`, from which the trainer and the outer optimizer
+            resume.
+        outer_states: optional. The results of `outer_state` for each block, from a host's
+            checkpoint. By default the outer optimizer starts from zero.
 
     Attributes:
-        replica: with `members` of the last average and averages that were `lost`.
+        replica: the connection, with the `members` of the last average and the number of `lost`
+            averages.
     Raises:
-        ValueError: `every` is below 1, and what `ElasticReplica` and `load_weights` raise.
+        ValueError: `every` is below 1, or the errors of `ElasticReplica` and `load_weights`.
     """
 
     def __init__(self, trainer: StreamedTrainer, lighthouse: str, replica: int, every: int,
@@ -91,7 +101,7 @@ class StreamedPeer:
                  resume: str | os.PathLike[str] | None = None,
                  outer_states: Iterable[BlockState] | None = None) -> None:
         if every < 1:
-            raise ValueError(f"every={every}: must be >= 1; give steps between averages, e.g. 50")
+            raise ValueError(f"every={every} must be >= 1 step between averages; use e.g. 50")
         self.trainer, self.every, self.outer = trainer, every, outer
         self._kept: list[_OuterState] = []
         if resume is not None:
@@ -101,19 +111,19 @@ class StreamedPeer:
             self._take(outer_states)
         self.replica = ElasticReplica(lighthouse, replica, lambda: {"steps": trainer.steps},
                                       self._load, timeout_s, trainer.steps)
-        self._locks: dict[str, FolderLock | None] = {}  # of the folders of `save`
+        self._locks: dict[str, FolderLock | None] = {}  # locks of the folders of `save`
         self._joined = False
         self._steps_of_others: int | None = None
-        self._counts: list[tuple[Tensor, Tensor]] = []  # buffers, and those of another peer
+        self._counts: list[tuple[Tensor, Tensor]] = []  # buffers, and another peer's values
 
     def _load(self, state: dict[str, int]) -> None:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """A step of the trainer, and after every so many an average; the first call begins with
-        one, by which a peer joins.
+        """Run a step of the trainer, and average if an average is due. The first call starts with
+        an average, in which the peer joins.
 
-        Raises: what `StreamedTrainer.step` and `ElasticReplica.average_parts` raise.
+        Raises the errors of `StreamedTrainer.step` and `ElasticReplica.average_parts`.
         """
         if not self._joined:
             self.join()
@@ -122,49 +132,56 @@ class StreamedPeer:
         return result
 
     def stepped(self) -> None:
-        """After a step of the trainer: an average, if one is due."""
+        """Average after a step of the trainer, if an average is due."""
         if self.trainer.steps % self.every == 0:
             self.average()
 
     def join(self) -> None:
-        """Meet the others: afterwards this peer has their weights. With DiLoCo peers that start
-        together and continue one saved run keep their own, and no outer step is made.
+        """Join the other peers; afterwards this peer has their weights.
+
+        With DiLoCo, peers that start together and resume the same saved run keep their own weights,
+        and no outer step is made.
         """
         while not self._average(meeting=True):
             pass
         self._joined = True
 
     def average(self) -> bool:
-        """Average the weights of the living peers now; False: a peer was lost meanwhile, and every
-        peer goes on with its own.
+        """Average the weights of the active peers now.
+
+        Returns:
+            False if a peer was lost in the meantime, in which case every peer continues with its
+                own weights.
         """
         return self._average(meeting=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the trainer's state and the outer optimizer's, for `resume`; each peer to a folder
-        of its own, which is its own until `close`.
+        """Write the state of the trainer and the outer optimizer, for `resume`.
 
-        Raises: ValueError: see `save_weights`; another run has the folder.
+        Each peer uses a separate folder, which is locked until `close`.
+
+        Raises:
+            ValueError: another run uses the folder, or the errors of `save_weights`.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)
         return save_weights(self.trainer, folder, self.outer_state)
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
-        """The outer optimizer's state of a block, a copy; empty: there is none."""
+        """Return a copy of the outer optimizer's state of a block; empty if there is no state."""
         if not self._kept:
             return {}
         _, theta, momenta = self._kept[number].read()
         return {_START: theta, _MOMENTUM: momenta}
 
     def _take(self, outer_states: Iterable[BlockState]) -> None:
-        for each in outer_states:
-            if not {_START, _MOMENTUM} <= set(each):
-                log.warning("what is resumed has no state of an outer optimizer: its momentum "
-                            "begins at zero")
+        for state in outer_states:
+            if not {_START, _MOMENTUM} <= set(state):
+                log.warning("the resumed run has no state of an outer optimizer; its momentum "
+                            "starts at zero")
                 self._kept = []
                 return
-            self._kept.append(_OuterState(self.trainer, each[_START], each[_MOMENTUM]))
+            self._kept.append(_OuterState(self.trainer, state[_START], state[_MOMENTUM]))
 
     def _average(self, meeting: bool) -> bool:
         self._steps_of_others = None
@@ -176,23 +193,23 @@ class StreamedPeer:
             (lambda blocks: self.replica.average_parts(self._mine(blocks))) if self.outer is None
             else lambda blocks: self._outer_average(blocks, meeting))
         if taken and self._steps_of_others is not None:
-            self.trainer.steps = self._steps_of_others  # with the weights that belong to it
+            self.trainer.steps = self._steps_of_others  # together with the loaded weights
             for buffer, theirs in self._counts:
                 buffer.copy_(theirs)
         return taken
 
     def _mine(self, blocks: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:
-        for number, mine in enumerate(blocks):
+        for number, tensors in enumerate(blocks):
             if self.replica.joining:
                 self._spread_counts(number)
-            yield mine
+            yield tensors
 
     def _spread_counts(self, number: int) -> None:
-        """Send a block's buffers that are not floating-point numbers, which a newcomer takes."""
+        """Send a block's buffers that are not floating-point numbers, which a joining peer uses."""
         buffers = [x for x in self.trainer.blocks[number].saved_buffers().values()
                    if not x.is_floating_point()]
         copies = [x.detach().cpu().contiguous().clone() for x in buffers]
-        if copies:  # as bytes: any dtype can be sent
+        if copies:  # sent as bytes, because not every dtype is supported
             self.replica.spread([x.view(-1).view(torch.uint8) for x in copies])
         self._counts += zip(buffers, copies, strict=True)
 
@@ -209,57 +226,59 @@ class StreamedPeer:
     def _parts(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]],
                meeting: bool) -> Iterator[list[Tensor]]:
         trained = torch.tensor([0 if meeting else 1])
-        yield [trained]  # its sum over the peers that are no newcomers
+        yield [trained]  # summed over all peers that are not joining
         yield from (self._changes if trained.item() else self._meet)(blocks, staged)
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """No peer has trained since: all take the first living peer's state, except those that
-        have it already, whose own weights may be some steps further.
+        """Distribute the first active peer's state, if no peer has trained since the last average.
+
+        Peers that already have this state keep their own weights, which may be some steps further.
         """
-        mine = self._digest()
-        first = mine.clone()
+        digest = self._digest()
+        first = digest.clone()
         self.replica.spread([first])
-        same = torch.equal(first, mine)
-        for number, (kept, own) in enumerate(zip(self._kept, blocks, strict=True)):
+        same = torch.equal(first, digest)
+        for number, (kept, tensors) in enumerate(zip(self._kept, blocks, strict=True)):
             flat_N, theta, momenta = kept.read()
-            buffers = [x.clone() for x in own[len(theta):]]
+            buffers = [x.clone() for x in tensors[len(theta):]]
             self.replica.spread([*theta, *momenta, *buffers])
             self._spread_counts(number)
             if not same:
-                for x, new in zip(own, [*theta, *buffers], strict=True):
+                for x, new in zip(tensors, [*theta, *buffers], strict=True):
                     x.copy_(new)
                 staged.append(self._kept[number].held.stage(flat_N))
             yield []
 
     def _digest(self) -> Tensor:
-        """int64 [4]: of the outer optimizer's state, and the steps done."""
-        found = blake2b(str(self.trainer.steps).encode(), digest_size=32)
+        """Return a digest of the outer optimizer's state and the number of steps, int64 [4]."""
+        digest = blake2b(str(self.trainer.steps).encode(), digest_size=32)
         for kept in self._kept:
-            found.update(kept.read()[0].numpy())
-        return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
+            digest.update(kept.read()[0].numpy())
+        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
                  ) -> Iterator[list[Tensor]]:
-        """By block the changes since the last average, and buffers; once averaged, both become the
-        block's new weights and buffers.
+        """Yield for each block the changes since the last average, and buffers.
+
+        The averaged values are used to set the block's new weights and buffers.
         """
-        for number, mine in enumerate(blocks):
+        for number, tensors in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()
             if self.replica.joining:
                 self.replica.spread([*theta, *momenta])
                 self._spread_counts(number)
-            weights = mine[:len(theta)]
+            weights = tensors[:len(theta)]
             for x, start in zip(weights, theta, strict=True):
                 torch.sub(start, x, out=x)
-            yield mine
+            yield tensors
             self.outer.step(theta, momenta, weights)
             for x, new in zip(weights, theta, strict=True):
                 x.copy_(new)
             staged.append(self._kept[number].held.stage(flat_N))
 
     def close(self) -> None:
-        """Leave. The others go on without this peer."""
+        """Leave the averages. The other peers continue without this peer."""
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -280,7 +299,7 @@ class _OuterState:
         self.held.put(flat_N)
 
     def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """A copy: all, weights and momenta, which are its parts."""
+        """Return a copy of the whole state, and its parts: weights and momenta."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.held.read(flat_N)
         both = self.layout.views(flat_N)
@@ -290,8 +309,9 @@ class _OuterState:
 def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, replica: int,
             timeout_s: float = 60.0,
             outer_states: Iterable[BlockState] | None = None) -> StreamedPeer:
-    """The peer that `offload.average_every`, `outer_lr` and `outer_momentum` ask for; arguments and
-    errors as of `StreamedPeer`.
+    """Create the peer requested by `offload.average_every`, `outer_lr` and `outer_momentum`.
+
+    Arguments and errors are the same as in `StreamedPeer`.
     """
     outer = None if settings.outer_lr is None else OuterNesterov(settings.outer_lr,
                                                                  settings.outer_momentum)
@@ -300,34 +320,35 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
 
 
 def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
-    """(setting, whether it does not fit, remedy) of a run whose weights stream."""
+    """Return (setting, whether it is incompatible, remedy) for a run whose weights stream."""
     every = settings.average_every
     return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
-             "peers average weights, not gradients: give it, e.g. 50"),
+             "peers average weights, not gradients: set it, e.g. to 50"),
             (f"--moe-average-every {every} without --moe-lighthouse", every > 0 and not lighthouse,
-             "give the address of the lighthouse")]
+             "set the address of the lighthouse")]
 
 
 class PeerSteps(RunFeature):
-    """A run of a host whose weights stream, as a peer.
+    """A run of a host whose weights stream, as one of several peers.
 
     Args:
-        settings, trainer: see `peer_of`.
-        place: of this run among the peers; its models and optimizers are those of the trainer.
+        settings: see `peer_of`.
+        trainer: see `peer_of`.
+        place: this run among the peers, with the trainer's models and optimizers.
 
     Attributes:
-        saved: `outer_states` of `StreamedPeer` from a checkpoint, set before the first step.
+        saved: `outer_states` for `StreamedPeer` from a checkpoint, set before the first step.
     """
 
     def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer,
                  place: ReplicaPlace) -> None:
-        logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each average
+        logging.getLogger("torchft").setLevel(logging.WARNING)  # torchft logs every average
         self.settings, self.trainer, self.place = settings, trainer, place
         self.saved: Iterable[BlockState] | None = None
         self.peer: StreamedPeer | None = None
 
     def begin(self) -> None:
-        """Meet the others with the weights of the checkpoint."""
+        """Join the other peers with the weights of the checkpoint."""
         self.trainer.steps, place = self.place.done, self.place
         self.peer = peer_of(self.settings, self.trainer, place.lighthouse, place.replica,
                             place.timeout_s, self.saved)
@@ -336,7 +357,7 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """An average, if one is due. Collective over the peers."""
+        """Average if an average is due. Collective over the peers."""
         if facts.made and self.peer is not None:
             self.peer.stepped()
             self._follow()
@@ -346,7 +367,7 @@ class PeerSteps(RunFeature):
             self.place.take(self.trainer.steps)
 
     def outer_state(self, number: int) -> BlockState:
-        """For a checkpoint: a block's part of what `saved` is to be."""
+        """Return a block's outer state for a checkpoint, to be restored through `saved`."""
         return {} if self.peer is None else self.peer.outer_state(number)
 
     def numbers(self) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""A training job that is one replica of several which come and go, by torchft: gradients are
-averaged over the replicas that live, a lost one costs the others one step, and one that comes back
-takes the weights of a living one.
+"""Training with several replicas that may join and leave at any time, using torchft.
 
-A replica holds the whole model: a job of its own, under its own torchrun, whose ranks share the
-experts among them as always. A *lighthouse* (`torchft_lighthouse`, one process for all) says which
-replicas live. `scripts/train_plain.py` shows a loop with it.
+Gradients are averaged over the active replicas. A lost replica costs the other replicas one step,
+and a returning replica loads the weights of an active one. A replica contains the whole model: it
+is a separate job with its own torchrun, and its ranks share the experts as usual. A *lighthouse*
+(`torchft_lighthouse`, one process for all replicas) tracks the active replicas.
+`scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
 from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients, refuse_unfit
 
-QUORUM_S = 600.0  # that replicas wait for one that validates or saves, or for the lighthouse
-MAX_LOST = 100  # steps lost in a row: no replica comes and goes that often
+QUORUM_S = 600.0  # time to wait for a replica that validates or saves, or for the lighthouse
+MAX_LOST = 100  # consecutive lost steps; replicas do not join and leave that often
 MOST_REPLICAS = 1 << 20
 _MOST_STEPS = (LIVING >> 20) - 2
 
 
 class ElasticReplica:
-    """This replica's part in the averages. Making it is collective within the replica.
+    """This replica's part in the averages. The constructor is collective within the replica.
 
     Args:
         lighthouse: address of the lighthouse, `http://HOST:PORT`.
-        replica: number of this replica; one that comes back has the number it had.
-        state: this rank's state for the same rank of a replica that comes back: nested values and
+        replica: number of this replica. A returning replica keeps its number.
+        state: returns this rank's state for the same rank of a returning replica: nested values and
             tensors.
-        load: takes such a state.
-        timeout_s: seconds until a replica that does not answer is given up in a step.
-        progress: steps that this replica has done, by its own checkpoint. Of replicas that start
-            together, all take the state of the one that has done most; of equals, of the first.
+        load: loads such a state.
+        timeout_s: seconds until a replica that does not answer is dropped from a step.
+        progress: number of steps done, according to the replica's checkpoint. Replicas that start
+            together load the state of the (first) replica with the most steps.
 
-    Attributes: `members`: replicas whose gradients are in the last average. `healed`: whether this
-        one took another's state in it; its own gradients were of older weights and are not in it.
-        `lost`: steps that were lost so far.
+    Attributes:
+        members: number of replicas whose gradients are in the last average.
+        healed: whether this replica loaded another replica's state in the last average, which then
+            does not include its own gradients.
+        lost: total number of lost steps.
     Raises:
-        ValueError: torchft is not installed, the lighthouse does not answer, or a number is out of
+        ValueError: torchft is missing, the lighthouse does not answer, or a number is out of
             bounds.
     """
 
@@ -63,7 +65,7 @@ class ElasticReplica:
         check_settings(replica)
         if not 0 <= progress <= _MOST_STEPS:
             raise ValueError(f"progress={progress} is out of bounds: must be in 0..{_MOST_STEPS}; "
-                             "give the number of steps done")
+                             "pass the number of completed steps")
         torchft = _torchft()
         host = _own_address(lighthouse, timeout_s)
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -73,7 +75,7 @@ class ElasticReplica:
         place = (host, store.port) if store is not None else None
         host, port = (gather_objects(place, "stores") if ranks > 1 else [place])[0]
         wait, quorum_s = timedelta(seconds=timeout_s), max(timeout_s, QUORUM_S)
-        self._store = store  # it ends with this object
+        self._store = store  # keeps the store alive as long as this object
         self.members, self.lost, self.healed = 0, 0, False
         self._load, self._lost_in_a_row = load, 0
         self._name = f"replica {replica}, lighthouse {lighthouse}"
@@ -85,52 +87,51 @@ class ElasticReplica:
             quorum_retries=retries(quorum_s), rank=rank, world_size=ranks, store_addr=host,
             store_port=port, lighthouse_addr=lighthouse, hostname=host, init_sync=False)
         self._quorums = self._manager._client = Quorums(self._manager._client)
-        # torchft would let ranks of one replica that starts take the states of different replicas;
-        # with counts that all differ, all take the state of the one with the largest
+        # With equal step counts, torchft would let the ranks of a starting replica load states of
+        # different replicas. With distinct counts, all load the state with the largest count.
         self._count_steps(1 + progress * MOST_REPLICAS + MOST_REPLICAS - 1 - replica)
 
     def _count_steps(self, step: int) -> None:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Make the gradients those of the mean over the living replicas, before the optimizer's
-        step. Collective within the replica.
+        """Set the gradients to their mean over the active replicas. Collective within the replica.
 
-        A replica that has come back takes a living one's state here, and with the others' gradients
-        makes the same step as they do.
+        Call this method before the optimizer's step. A returning replica loads the state of an
+        active replica in this call, and then makes the same step with the averaged gradients.
 
         Args:
-            gradients: of this rank; any shapes and dtypes, the same on every replica; integers are
-                counts, which are summed. None is left out, on all replicas alike.
+            gradients: gradients of this rank, of any shapes and dtypes, the same on every replica.
+                Integer tensors are counts and are summed. None entries are left out on all
+                replicas.
         Returns:
-            False: a replica was lost in this step. Gradients are not usable, and no parameter may
-            change; counts are zero.
+            False if a replica was lost in this step. Then the gradients cannot be used, no
+                parameter may change, and counts are zero.
         Raises:
-            CommError: the lighthouse does not answer for `QUORUM_S` seconds (one that is started
-                again at its address is found), or `MAX_LOST` steps in a row were lost.
-            ValueError: the replicas' models differ.
+            CommError: the lighthouse does not answer for `QUORUM_S` seconds (a lighthouse restarted
+                at the same address is found), or `MAX_LOST` consecutive steps were lost.
+            ValueError: the models of the replicas differ.
         """
-        here = [gradient for gradient in gradients if gradient is not None]
+        tensors = [gradient for gradient in gradients if gradient is not None]
         self.healed = False
         self._meet()
-        reduced = self._reduce(here)
+        reduced = self._reduce(tensors)
         if not self._commit():
-            for counts in (x for x in here if not x.dtype.is_floating_point):
-                counts.zero_()  # of a step that is not made
+            for counts in (x for x in tensors if not x.dtype.is_floating_point):
+                counts.zero_()  # the step is discarded
             return False
         _give_back(reduced)
         return True
 
     def average_parts(self, parts: Iterable[Sequence[Tensor]]) -> bool:
-        """Replace tensors that are never in memory together by their mean over the living replicas.
-        Collective within the replica.
+        """Replace tensors that are never in memory together by their mean over the active replicas.
 
-        A replica that has come back gets the mean of the others, and needs no state of them.
+        Collective within the replica. A returning replica receives the mean of the other replicas
+        and needs none of their state. Return value and errors are the same as in `average`. If the
+        result is False, the changed tensors must be discarded.
 
-        Args:
-            parts: the tensors in groups, the same on every replica; each group is changed in place
-                before the next one is taken.
-        Returns, raises: as `average`; where it returns False, what was changed is to be dropped.
+        parts: groups of tensors, the same on every replica. Each group is changed in place before
+        the next group is requested.
         """
         self.healed, made = False, False
         before = self._manager.current_step()
@@ -142,23 +143,25 @@ class ElasticReplica:
             made = self._commit()
         finally:
             if comes and not made:
-                # torchft has counted it among the living as soon as it had their state; without the
-                # mean it would be one of them in the next average, with weights of its own
+                # torchft counts a replica as active once it has the state of the other replicas.
+                # Without the mean, it would contribute different weights to the next average.
                 self._count_steps(before)
         return made
 
     @property
     def joining(self) -> bool:
-        """Whether a replica joins or comes back in this average; the same on all replicas. While
-        `average_parts` takes its groups, and afterwards.
+        """Whether a replica joins or returns in the current average of `average_parts`, the same on
+        all replicas.
         """
-        if self._manager.errored() is not None:  # nothing will be taken
+        if self._manager.errored() is not None:  # the average has failed
             return False
         return self._group.size() > self._manager.num_participants()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the first living replica, in place; while `average_parts`
-        takes its groups. Collective over the replicas, and no part of what it averages.
+        """Replace tensors by those of the first active replica, in place. Collective over the
+        replicas.
+
+        Called while `average_parts` requests its groups; the tensors are not part of the average.
         """
         if self._manager.participating_rank() != 0:
             for x in tensors:
@@ -167,7 +170,11 @@ class ElasticReplica:
 
     def _reduce(self, tensors: Sequence[Tensor], floats: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
                 ) -> list[tuple[list[Tensor], Tensor]]:
-        """By dtype the tensors and, as one, their means (`floats` may be sums; integers: sums)."""
+        """Reduce tensors over replicas, and return for each dtype the tensors and one vector of
+        results.
+
+        Integers are summed. Floating-point numbers are reduced with the operation `floats`.
+        """
         reduced = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             alike = [x for x in tensors if x.dtype == dtype]
@@ -182,13 +189,13 @@ class ElasticReplica:
             self.lost, self._lost_in_a_row = self.lost + 1, self._lost_in_a_row + 1
             if self._lost_in_a_row >= MAX_LOST:
                 raise CommError(
-                    f"{self._name}: {MAX_LOST} steps in a row were lost; give all replicas the "
-                    "same model and settings, and see torchft's messages above")
+                    f"{self._name}: {MAX_LOST} steps in a row were lost; use the same model "
+                    "and settings in all replicas, and see torchft's messages above")
             return False
         self._lost_in_a_row = 0
-        # A replica may make a step that fails for the others, and then answer too late: they make
-        # it again without it. Its count must be less than theirs, or it would be taken for one of
-        # them, with other weights. They have met again, in another quorum.
+        # A replica may complete a step that fails for other replicas, which then repeat the step in
+        # a new quorum without it. Its step count must be smaller than theirs, or it would count as
+        # up to date despite its different weights.
         self._count_steps(max(self._manager.current_step(), self._quorums.least_count))
         self.members = self._manager.num_participants()
         return True
@@ -199,23 +206,23 @@ class ElasticReplica:
             self._manager.wait_quorum()
         except (RuntimeError, OSError) as error:
             raise CommError(
-                f"{self._name}: the replicas could not be counted ({short(error)}); look whether "
-                "the lighthouse runs and can be reached, then start this replica again") from error
+                f"{self._name}: the active replicas are not known ({short(error)}); check that the "
+                "lighthouse is running and reachable, then restart this replica") from error
 
     def _take(self, state: Any) -> None:
         self.healed = True
         self._load(state)
 
     def close(self) -> None:
-        """Leave. The others go on without this replica."""
+        """Leave the averages. The other replicas continue without this replica."""
         self._manager.shutdown(wait=False)
 
 
 class ModuleState:
-    """Takes models' weights and buffers from one replica to another.
+    """Transfers weights and buffers of models from one replica to another.
 
     Args:
-        models: wrapped by nothing that changes their parameters' names.
+        models: models without wrappers that change the names of parameters.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -225,18 +232,18 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Take what another replica gave. `ValueError`: it is of other models."""
+        """Load the state of another replica. Raises a `ValueError` if its models are different."""
         try:
             for model, state in zip(self.models, given, strict=True):
-                # as torch has it: hosts' own methods rename, prune or forgive
+                # torch's own method, because hosts override it to rename or ignore entries
                 nn.Module.load_state_dict(model, state)
         except (RuntimeError, ValueError) as error:
-            raise ValueError("replicas have different models; give all of them the same "
-                             f"arguments: {error}") from error
+            raise ValueError("replicas have different models; use the same arguments for all of "
+                             f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Those of all routers: with them in `average`, the routers of all replicas stay the
-        same.
+        """Return the step sums of all routers; averaging them keeps the routers of all replicas
+        equal.
         """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
@@ -244,14 +251,18 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """A run among those that train the same model, as its host tells of it.
+    """A run among several replicas that train the same model, as described by its host.
 
     Attributes:
-        lighthouse, replica, timeout_s: see `ElasticReplica`.
-        models: of this rank, without wrappers that change names.
-        optimizers: of this rank, asked each time; any with `state_dict` and `load_state_dict`.
-        progress: steps done first, once a checkpoint is loaded, and what else says how far it is.
-        take: another run's progress, in its place.
+        lighthouse: see `ElasticReplica`.
+        replica: see `ElasticReplica`.
+        timeout_s: see `ElasticReplica`.
+        models: models of this rank, without wrappers that change names.
+        optimizers: returns the optimizers of this rank, each with `state_dict` and
+            `load_state_dict`.
+        progress: returns the number of completed steps, followed by other values about the
+            progress.
+        take: sets the progress to another replica's progress.
     """
 
     lighthouse: str
@@ -264,18 +275,20 @@ class ReplicaPlace:
 
     @property
     def done(self) -> int:
-        """Steps."""
+        """Number of completed steps."""
         return self.progress()[0]
 
 
 class ReplicaSteps(RunFeature):
-    """Averages a run's gradients over the replicas that live.
+    """Averages a run's gradients over the active replicas.
 
-    Attributes: `replica`: what is known of the replicas. `lost`: whether the last step was.
+    Attributes:
+        replica: the connection to the other replicas; None before the first step.
+        lost: whether the last step was lost.
     """
 
     def __init__(self, place: ReplicaPlace) -> None:
-        logging.getLogger("torchft").setLevel(logging.WARNING)  # it has lines for each step
+        logging.getLogger("torchft").setLevel(logging.WARNING)  # torchft logs every step
         self._place, self._modules = place, ModuleState(place.models)
         self.replica: ElasticReplica | None = None
         self.lost = False
@@ -285,23 +298,23 @@ class ReplicaSteps(RunFeature):
         return self.replica is not None and self.replica.healed
 
     def begin(self) -> None:
-        """Meet the others with the state of the checkpoint."""
+        """Join the other replicas with the state of the checkpoint."""
         place = self._place
         self.replica = ElasticReplica(place.lighthouse, place.replica, self._state, self._take,
                                       place.timeout_s, place.done)
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Average the gradients. Collective. `LostStep`: a replica was lost."""
+        """Average the gradients. Collective. Raises `LostStep` if a replica was lost."""
         assert self.replica is not None
-        here = [x for x in gradients.tensors() if x is not None]
-        if gradients.bad:  # all replicas must skip this step
-            here[0].fill_(float("nan"))
+        tensors = [x for x in gradients.tensors() if x is not None]
+        if gradients.bad:  # NaN makes all replicas skip this step
+            tensors[0].fill_(float("nan"))
         routed = self._modules.step_sums()
-        self.lost = not self.replica.average([*here, *routed])
+        self.lost = not self.replica.average([*tensors, *routed])
         if self.lost:
             for sums in routed:
                 sums.zero_()
-            raise LostStep("a replica was lost: this step is made again")
+            raise LostStep("a replica was lost: this step is repeated")
 
     def numbers(self) -> dict[str, float]:
         return {} if self.replica is None else {"replicas": self.replica.members}
@@ -312,7 +325,7 @@ class ReplicaSteps(RunFeature):
 
     def _state(self) -> dict[str, Any]:
         return {"modules": self._modules(), "progress": self._place.progress(),
-                "optimizers": [each.state_dict() for each in self._place.optimizers()]}
+                "optimizers": [optimizer.state_dict() for optimizer in self._place.optimizers()]}
 
     def _take(self, given: dict[str, Any]) -> None:
         self._modules.load(given["modules"])
@@ -330,47 +343,45 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
 
 def is_replica(lighthouse: str | None, replica: int,
                unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
-    """Whether a run is one replica of several.
+    """Return whether a run is one of several replicas.
 
-    Args:
-        lighthouse, replica: as its flags give them.
-        unfit: settings of its host, see `refuse_unfit`; asked of a replica alone.
     Raises:
-        ValueError: it cannot be one: torchft is not installed, there can be no replica of this
-            number, or a setting does not fit; or a run without a lighthouse has a number.
+        ValueError: torchft is not installed, the replica number is invalid, a setting is
+            incompatible (`unfit` returns settings of the host, see `refuse_unfit`), or a run
+            without a lighthouse has a number.
     """
     if lighthouse:
         refuse_unfit("--moe-lighthouse", unfit())
         check_settings(replica)
     elif replica:
         raise ValueError(f"replica={replica} does not fit a run without a lighthouse, which would "
-                         "train alone: must be 0; give the lighthouse's address (--moe-lighthouse)")
+                         "train alone; use 0, or set the lighthouse's address (--moe-lighthouse)")
     return bool(lighthouse)
 
 
 def check_settings(replica: int) -> None:
-    """`ValueError`: torchft is not installed, or there can be no replica of this number."""
+    """Raise a `ValueError` if torchft is not installed or the replica number is invalid."""
     if not 0 <= replica < MOST_REPLICAS:
         raise ValueError(f"replica={replica} is out of bounds: must be in 0..{MOST_REPLICAS - 1}; "
-                         "number the replicas from 0 on")
+                         "number the replicas from 0")
     _torchft()
 
 
 def _torchft() -> Any:
-    # otherwise it logs seven lines per rank and step; it reads this when it is imported
+    # Read when torchft is imported. Otherwise torchft logs seven lines per rank and step.
     os.environ.setdefault("RUST_LOG", "warn")
     hide(TORCHFT, TORCHFT_LINES)
     try:
         import torchft
     except ImportError as error:
         raise ValueError(
-            "replicas that come and go need torchft: pip install 'moe-plugin[elastic]'") from error
+            "elastic replicas require torchft; run: pip install 'moe-plugin[elastic]'") from error
     return torchft
 
 
 def _own_address(lighthouse: str, wait_s: float) -> str:
-    """This machine's address, as the lighthouse's machine sees it; a lighthouse that is starting
-    has so many seconds.
+    """Return this machine's address as seen from a lighthouse, which may take `wait_s` seconds to
+    start.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -386,4 +397,4 @@ def _own_address(lighthouse: str, wait_s: float) -> str:
                 continue
             raise ValueError(
                 f"no lighthouse at {lighthouse!r} ({error}): start `torchft_lighthouse --bind "
-                "0.0.0.0:29510 --min_replicas 1` and give http://HOST:29510") from error
+                "0.0.0.0:29510 --min_replicas 1` and use the address http://HOST:29510") from error

@@ -1,5 +1,5 @@
-"""Steps and evaluations in which rows did not fit (`dispatch.name: bounded`): an error, or the
-same once more.
+"""Handling of steps and evaluations in which rows did not fit (`dispatch.name: bounded`): they
+raise an error or are repeated.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from moe_plugin.observe.recorder import marks
 from moe_plugin.training.run import Run
 from moe_plugin.utils.run_feature import RunFeature, SkipStep, StepGradients, StepRepeat
 
-MAX_SKIPPED_STEPS = 10  # in a row, without those by which a loss scale falls
+MAX_SKIPPED_STEPS = 10  # consecutive; steps that reduce a loss scale do not count
 
 
 class FiniteSteps(RunFeature):
     """Skips steps with a loss or gradient that is not finite on any rank.
 
-    Attributes: `skipped`: steps so far. `in_a_row`: those since the last good step.
+    Attributes:
+        skipped: total number of skipped steps.
+        in_a_row: number of skipped steps since the last good step.
     """
 
     def __init__(self) -> None:
         self.skipped = self.in_a_row = self._unscaled = 0
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Look at the gradients. Collective. `SkipStep`: they are not finite, on all ranks.
-        `FloatingPointError`: `MAX_SKIPPED_STEPS` steps in a row were skipped.
+        """Check the gradients. Collective.
+
+        Raises:
+            SkipStep: the loss or a gradient is not finite; raised on all ranks.
+            FloatingPointError: `MAX_SKIPPED_STEPS` consecutive steps were skipped.
         """
         if gradients.finite():
             self.in_a_row = 0
@@ -47,13 +52,15 @@ class FiniteSteps(RunFeature):
                 f"{self.skipped} in total): a loss or gradient is not finite")
         if self.in_a_row >= MAX_SKIPPED_STEPS:
             raise FloatingPointError(
-                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite: "
-                "training stops; the newest checkpoint is from before them. Resume from it with a "
-                "lower learning rate or other data")
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite, so "
+                "training stops. The newest checkpoint was written before these steps; resume from "
+                "it with a lower learning rate or other data")
         raise SkipStep(text)
 
     def take_unscaled(self) -> int:
-        """Steps skipped since the last call, without those by which a loss scale falls."""
+        """Return the number of steps skipped since the last call, without steps that reduce a loss
+        scale.
+        """
         taken, self._unscaled = self._unscaled, 0
         return taken
 
@@ -64,23 +71,28 @@ Result = TypeVar("Result")
 
 @dataclass
 class _AskedBefore:
-    """Kept with a group (`comm.state`): what its ranks agreed on, by model. Both may go."""
+    """Flags that the ranks of a group have agreed on, by model, stored in the group's state
+    (`comm.state`).
+
+    References to the models are weak.
+    """
 
     models: WeakKeyDictionary[nn.Module, Sequence[bool]] = field(
         default_factory=WeakKeyDictionary)
 
 
 class RowsCheck:
-    """Whether rows of models fit, asked by all ranks. Making it is collective.
+    """A check whether the rows of models fit, made by all ranks. The constructor is collective.
 
     Args:
-        models: this rank's; they may have no such layer, where those of other ranks have.
-        world: all ranks of the models, replicas and pipeline stages included.
-        asked: agreed on before; then making it is not collective.
+        models: this rank's models. They may have no layer with bounded rows even if models of other
+            ranks have one.
+        world: all ranks of the models, including replicas and pipeline stages.
+        asked: optional. Flags agreed on before, in which case the constructor is not collective.
 
     Attributes:
-        active: whether any rank has something to ask for.
-        repeats: whether any rank's limit does.
+        active: whether any rank has a layer to check.
+        repeats: whether any rank's limit repeats steps.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -95,7 +107,7 @@ class RowsCheck:
 
     @classmethod
     def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
-        """As it is now; collective at the first use in this group."""
+        """Create a check for a model's current layers. Collective at the first use in a group."""
         known = world.state.get(_AskedBefore).models
         check = cls([model], world, known.get(model))
         known[model] = check.active, check.repeats
@@ -103,52 +115,55 @@ class RowsCheck:
 
     @property
     def limits(self) -> list[Limit]:
-        """Those that the layers have now: another expert-parallel size brings others."""
+        """The current limits of the layers. A different expert-parallel size changes the limits."""
         return _limits(self._layers)
 
     def forget(self) -> None:
-        """What follows is a step or an evaluation of its own."""
+        """Start a new step or evaluation."""
         for limit in self.limits:
             limit.forget()
 
     def overflowed(self) -> bool:
-        """See `dispatch.rows_limit.overflowed`."""
+        """Return whether rows did not fit on any rank, see `dispatch.rows_limit.overflowed`."""
         return self.active and overflowed(self.limits, self.world)
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
-    """The bounds of all layers of these models, and the pages that they share."""
+    """Return the limits of all layers of these models, and of the pages that they share."""
     return _limits(layers_in(*models))
 
 
 def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
-    found: list[Limit | None] = []
+    limits: list[Limit | None] = []
     for layer in layers:
-        found += [layer.layouts.available.limit, layer.layouts.available.stash]
-    return list({id(limit): limit for limit in found if limit is not None}.values())
+        limits += [layer.layouts.available.limit, layer.layouts.available.stash]
+    return list({id(limit): limit for limit in limits if limit is not None}.values())
 
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
-    """What `step()` returns; where rows did not fit, discard its gradients and repeat it.
+    """Return the result of `step()`. If rows did not fit, its gradients are discarded and the step
+    is repeated.
 
     A repetition starts with the same state of torch's random generators, the same buffers and the
-    same sums of statistics (`StatsRecorder`), and with a larger bound on all ranks. For layers with
-    `dispatch.name=bounded`; where no rank has such a layer it is `step()`. Put what updates
-    parameters after it:
+    same sums of statistics (`StatsRecorder`), but with a larger bound on all ranks. This applies to
+    layers with `dispatch.name=bounded`. If no rank has such a layer, the function only calls
+    `step()`. Update the parameters afterwards:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
-    An evaluation is a step without gradients; call this inside `torch.no_grad()`.
+    An evaluation is a step without gradients; call this function inside `torch.no_grad()`.
 
     Args:
-        model: of this rank. The first call with it in a group is collective, and all ranks make it.
-        step: forward and backward passes, which set or add to the parameters' gradients. These are
-            set to None first, unless gradients are disabled.
-        world: all ranks that train the model, replicas included; None: the default group.
+        model: model of this rank. The first call for a model in a group is collective, and all
+            ranks make it.
+        step: runs forward and backward passes, which set or add to the parameters' gradients. The
+            gradients are set to None before, unless gradients are disabled.
+        world: optional. All ranks that train the model, including replicas. Defaults to the default
+            group.
     Raises:
-        RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
+        RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all ranks.
     """
     world = default_comm() if world is None else world
     rows = RowsFit([model], world, check=RowsCheck.of(model, world))
@@ -166,11 +181,11 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
 
 
 class StepStart:
-    """What a step changes before the optimizer's: random generators, buffers and statistics, as
-    they are now.
+    """A snapshot of the state that a step changes before the optimizer runs: random generators,
+    buffers and statistics.
 
     Args:
-        models: whose buffers are kept.
+        models: models with the buffers.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -181,14 +196,14 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Set them as they were, and forget the step's statistics, to repeat it."""
-        logger.info("rows of a step did not fit: its bound is larger now, and it is repeated")
+        """Restore the state and discard the step's statistics, in order to repeat the step."""
+        logger.info("rows of a step did not fit; the bound was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()
         self.restore()
 
     def restore(self) -> None:
-        """Set random generators and buffers as they were."""
+        """Restore the random generators and buffers."""
         for buffer, kept in zip(self._now(), self._buffers, strict=True):
             buffer.copy_(kept)
         torch.set_rng_state(self._random)
@@ -196,27 +211,27 @@ class StepStart:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def _now(self) -> list[Tensor]:
-        # by name: Megatron's wrapper has a list in place of the method `buffers`
+        # `named_buffers`, because Megatron's wrapper has a list called `buffers`
         return [buffer for model in self.models for _, buffer in model.named_buffers()]
 
 
 class VotesOnRows(Protocol):
-    """What `RowsFit` asks of votes."""
+    """The method of votes that `RowsFit` uses."""
 
     def rows_overflowed(self) -> bool:
-        """`RowsCheck.overflowed` by vote."""
+        """Return `RowsCheck.overflowed` by vote."""
 
 
 class RowsFit(RunFeature):
-    """Steps and evaluations of a run begin again until their rows fit. Made by all ranks;
+    """Repeats steps and evaluations of a run until their rows fit. Created by all ranks;
     collective.
 
     Args:
-        models: this rank's parts of the model; a pipeline stage may have no MoE layer.
+        models: this rank's parts of the model. A pipeline stage may have no MoE layer.
         world: all ranks of the models.
-        start: what keeps the state that passes change, made with the models.
-        check: made before; None: one of these models.
-        votes: of the run; None: there are none.
+        start: creates a snapshot of the state that passes change, for a list of models.
+        check: optional. An existing check. By default a check of these models is created.
+        votes: optional. The votes of the run.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -227,13 +242,17 @@ class RowsFit(RunFeature):
         self.check = RowsCheck(self.models, world) if check is None else check
 
     def before_passes(self) -> Callable[[], None] | None:
-        """What the passes change is kept where they may be repeated."""
+        """Save the state that the passes change, if they may be repeated."""
         self.check.forget()
         return self.start(self.models).rewind if self.check.repeats else None
 
     def after_passes(self) -> None:
-        """See `RunFeature`. `StepRepeat`: rows did not fit; the bound is larger now, on all ranks.
-        `RowsOverflow`: on all ranks, where `dispatch.on_overflow` is error.
+        """Check whether all rows fit, see `RunFeature.after_passes`.
+
+        Raises:
+            StepRepeat: rows did not fit. The bound has been raised on all ranks.
+            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all
+                ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

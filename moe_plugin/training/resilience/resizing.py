@@ -1,4 +1,4 @@
-"""A run whose expert-parallel size changes between two steps (`resize.expert_parallel_at`)."""
+"""Changes of a run's expert-parallel size between two steps (`resize.expert_parallel_at`)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertParallelSteps(RunFeature):
-    """Gives a run the expert-parallel size of each step before it begins, the first step after a
-    checkpoint included, which any size may have written.
+    """Sets the expert-parallel size of a run before each step.
+
+    This includes the first step after a checkpoint, which may have been written with any size.
 
     Args:
-        config: `resize`, the sizes; `observe.jsonl`, where a record of each change goes.
-        size: of the run as it was built, which steps before the first change have.
-        change: makes the size that of groups, layers, optimizer and reduction of gradients. Calls
+        config: settings of the run: `resize` contains the sizes, and `observe.jsonl` the file for a
+            record of each change.
+        size: expert-parallel size with which the run was built, used before the first change.
+        change: changes groups, layers, optimizer and gradient reduction to a new size with
             `checkpoint.resize.change_expert_parallel`; collective.
-        world: data-parallel ranks; its rank 0 writes.
-        host: what trains.
+        world: data-parallel ranks. Rank 0 writes the records.
+        host: name of the host that trains.
     """
 
     def __init__(self, config: RunConfig, size: int, change: Callable[[int], None], world: Comm,
@@ -42,7 +44,7 @@ class ExpertParallelSteps(RunFeature):
         self.change, self.world, self.host = change, world, host
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Before anything of the step."""
+        """Change the size, if needed, before the step starts."""
         wanted = self.resize.size_at(step.number, self.built)
         if wanted != self.size:
             self._change(step.number, wanted)
@@ -52,9 +54,9 @@ class ExpertParallelSteps(RunFeature):
         world, begun, sent = self.world, time.perf_counter(), self.world.bytes_sent
         self.change(wanted)
         wait_for_device(world.device)
-        own = world.bytes_sent - sent
+        sent_bytes = world.bytes_sent - sent
         seconds = world.agree_max([time.perf_counter() - begun])[0]
-        sent_1 = torch.tensor([own], dtype=torch.int64, device=world.device)
+        sent_1 = torch.tensor([sent_bytes], dtype=torch.int64, device=world.device)
         record = ResizeRecord(step=number, host=self.host, before=self.size, after=wanted,
                               bytes=int(world.all_reduce(sent_1)), seconds=seconds)
         self.size = wanted
@@ -70,13 +72,18 @@ class ExpertParallelSteps(RunFeature):
 def expert_parallel_steps(config: RunConfig, models: Iterable[nn.Module], size: int,
                           change: Callable[[int], None], world: Comm,
                           host: str) -> ExpertParallelSteps | None:
-    """What changes a run's expert-parallel size, if its settings ask for it; see
-    `ExpertParallelSteps`.
+    """Return the feature that changes a run's expert-parallel size, or None if no changes are
+    requested.
 
     Args:
+        config: see `ExpertParallelSteps`.
         models: this rank's parts of the model.
+        size: see `ExpertParallelSteps`.
+        change: see `ExpertParallelSteps`.
+        world: see `ExpertParallelSteps`.
+        host: see `ExpertParallelSteps`.
     Raises:
-        ValueError: a size that does not fit the ranks or a layer; it names the setting.
+        ValueError: a size does not fit the ranks or a layer. The message contains the setting.
     """
     if not config.resize.expert_parallel_at:
         return None

@@ -1,4 +1,4 @@
-"""Votes on the gradients of a run's steps, in every host: see `resilience.vote`."""
+"""Votes on the gradients of a run's steps, in every host; see `resilience.vote`."""
 
 from __future__ import annotations
 
@@ -25,52 +25,55 @@ from moe_plugin.training.resilience.twins import alike
 from moe_plugin.training.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
 from moe_plugin.utils.run_feature import RunFeature, StepInput
 
-# torchft's count of steps: replicas that made one together, and those that start, by their progress
+# Base of torchft's step count for replicas that have made a step together. Smaller counts are of
+# starting replicas, by their progress.
 LIVING = 1 << 60
-IN_A_QUORUM = 1 << 32  # steps between two changes of who lives
-_EVERY_S = 0.1  # a lighthouse that does not answer is asked again
+IN_A_QUORUM = 1 << 32  # step counts reserved between two quorum changes
+_EVERY_S = 0.1  # interval between requests to a lighthouse that does not answer
 
 
 def retries(wait_s: float) -> int:
-    """How often torchft asks a lighthouse that is away for so long, beyond the first time."""
+    """Return how often torchft repeats its request to an unavailable lighthouse within `wait_s`
+    seconds.
+    """
     return max(0, round(wait_s / _EVERY_S) - 1)
 
 
 class Quorums:
-    """In the place of the client by which torchft asks who lives: numbers quorums.
+    """A replacement for torchft's quorum client that assigns unique numbers to quorums.
 
-    A lighthouse counts its quorums from 1 on, again where it was started again. torchft takes a
-    number that did not change for a quorum that did not, and finds the other replicas under it in
-    a store, where those of an earlier quorum left theirs. Numbers from here do not come again; the
-    members of a quorum all compute the same.
+    A lighthouse counts its quorums from 1, and starts again at 1 after a restart. torchft considers
+    a quorum unchanged if its number did not change. It finds the other replicas under this number
+    in a store, which may still contain the entries of an earlier quorum. The numbers assigned here
+    are not used twice, and all members of a quorum compute the same number.
 
     Args:
-        client: torchft's.
+        client: torchft's client.
 
     Attributes:
-        least_count: of a step that the present quorum makes: more than what any replica counted in
-            an earlier one.
+        least_count: smallest step count for steps in the current quorum, larger than any replica's
+            count in an earlier quorum.
     """
 
     def __init__(self, client: Any) -> None:
         self._client, self._met, self._number, self.least_count = client, (), -1, 0
 
     def _quorum(self, **asked: Any) -> Any:
-        found = self._client._quorum(**asked)
-        met = (found.quorum_id, *sorted(found.replica_ids))
-        # to heal in the quorum that this replica was in: it is one of a new lighthouse, of which
-        # the others have been in another one meanwhile
-        if met != self._met or found.heal:
+        quorum = self._client._quorum(**asked)
+        met = (quorum.quorum_id, *sorted(quorum.replica_ids))
+        # A request to heal in an unchanged quorum means that the lighthouse was restarted, and that
+        # the other replicas have been in another quorum in the meantime.
+        if met != self._met or quorum.heal:
             self._met = met
-            place = blake2b(repr((met, found.max_step)).encode(), digest_size=7).digest()
-            self._number = int.from_bytes(place, "big")
-            before = (max(found.max_step, LIVING) - LIVING) // IN_A_QUORUM
-            self.least_count = LIVING + max(before + 1, found.quorum_id) * IN_A_QUORUM
-        found.quorum_id = self._number
-        return found
+            digest = blake2b(repr((met, quorum.max_step)).encode(), digest_size=7).digest()
+            self._number = int.from_bytes(digest, "big")
+            before = (max(quorum.max_step, LIVING) - LIVING) // IN_A_QUORUM
+            self.least_count = LIVING + max(before + 1, quorum.quorum_id) * IN_A_QUORUM
+        quorum.quorum_id = self._number
+        return quorum
 
     def should_commit(self, *args: Any, **kwargs: Any) -> bool:
-        """See torchft."""
+        """See torchft's client."""
         return self._client.should_commit(*args, **kwargs)
 
 
@@ -82,9 +85,9 @@ class FileBatch:
     """A micro-batch of this rank in a step with votes.
 
     Attributes:
-        batch: as the host gave it; None fills a short step.
-        begins: it is its file's first.
-        counts: in the log, on the first of the file's workers.
+        batch: the batch from the host; None if it only fills up a short step.
+        begins: whether it is the first micro-batch of its file.
+        counts: whether it counts in the log, which is true on the first of the file's workers.
     """
 
     batch: Any
@@ -93,17 +96,17 @@ class FileBatch:
 
 
 class StepVotes(RunFeature):
-    """Votes in the steps of a run. The micro-batches that all ranks would have had are the files,
-    by turns; each worker computes those of its own files. The host says where a file begins.
+    """Votes in the steps of a run. Created by all ranks; collective.
 
-    Made by all ranks; collective.
+    The micro-batches that all ranks would process without votes form the files, in turns. Each
+    worker computes the micro-batches of its own files. The host reports where a file begins.
 
     Args:
-        ballots: of the ranks that store what this one does.
-        models: their parameters that train, the same on these ranks, get the gradients.
-        gradient_of: a parameter's gradient; None: it has none.
-        start: what keeps random generators, made with no models.
-        group: the process group of the ranks.
+        ballots: votes among the ranks that store the same parameters as this rank.
+        models: models whose trainable parameters, equal on these ranks, receive the gradients.
+        gradient_of: returns a parameter's gradient, or None if there is no gradient.
+        start: creates a snapshot of the random generators, called with an empty list of models.
+        group: process group of the ranks.
 
     Attributes:
         running: whether a step is being computed.
@@ -130,11 +133,11 @@ class StepVotes(RunFeature):
     def _restart(self) -> None:
         self._began: StepStart | None = None
         self._answers: list[Tensor] = []
-        self._needed: list[Tensor] = []  # of each file, see `rows_overflowed`
+        self._needed: list[Tensor] = []  # rows needed by each file, see `rows_overflowed`
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """Twins compute alike inside."""
+        """Surround a step, in which twins compute identically."""
         self.step = step.number
         with alike(self.layers):
             self.running = True
@@ -144,42 +147,44 @@ class StepVotes(RunFeature):
                 self.running = False
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """The micro-batches of this rank's files. Collective."""
+        """Return the micro-batches of this rank's files. Collective."""
         every = gather_objects(own, "the batches of a step", self.group)
-        return self.deal([each for turn in itertools.zip_longest(*every) for each in turn])
+        return self.deal([batch for turn in itertools.zip_longest(*every) for batch in turn])
 
     def deal(self, in_turn: list[Any]) -> list[Any]:
-        """The micro-batches of this rank's files, of those of all ranks by turns."""
+        """Select the micro-batches of this rank's files from the micro-batches of all ranks in
+        turn.
+        """
         me, self.dealt = self.ballots.comm.rank, []
-        place, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
+        position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
         step = self.ballots.assignment.count * ranks
         for file in self.ballots.files:
             speaks = self.ballots.assignment.workers_of[file][0] == me
-            # a worker's ranks have what the ranks of one would have had without votes
-            mine = in_turn[file * ranks + place::step]
+            # each rank of a worker gets the batches it would have had without votes
+            own_batches = in_turn[file * ranks + position::step]
             most = max(1, len(in_turn[file * ranks::step]))
-            for i, batch in enumerate([*mine, *[None] * (most - len(mine))]):
+            for i, batch in enumerate([*own_batches, *[None] * (most - len(own_batches))]):
                 empty = batch is None or (isinstance(batch, list | dict) and not batch)
                 self.dealt.append(FileBatch(batch, i == 0, speaks and not empty))
-        return [each.batch for each in self.dealt]
+        return [file_batch.batch for file_batch in self.dealt]
 
     def files_dealt(self) -> list[list[Any]]:
-        """The same by file."""
-        found: list[list[Any]] = []
-        for each in self.dealt:
-            found += [[]] if each.begins else []
-            found[-1].append(each.batch)
-        return found
+        """Return this rank's micro-batches, grouped by file."""
+        files: list[list[Any]] = []
+        for file_batch in self.dealt:
+            files += [[]] if file_batch.begins else []
+            files[-1].append(file_batch.batch)
+        return files
 
     def before_passes(self) -> Callable[[], None]:
-        """Passes that are repeated give their answers again."""
+        """Discard the answers of passes that are repeated."""
         self._restart()
         return self._restart
 
     def begin_file(self) -> None:
-        """This rank's next file begins; gradients are zero, or the file's before it."""
+        """Start this rank's next file. The gradients are zero, or belong to the previous file."""
         if self._began is None:
-            self._began = self.start([])  # the host has just set the seed of this step
+            self._began = self.start([])  # at this point the host has set the seed of this step
         else:
             self._keep()
             self._began.restore()
@@ -196,8 +201,9 @@ class StepVotes(RunFeature):
             limit.forget()
 
     def rows_overflowed(self) -> bool:
-        """`dispatch.rows_limit.overflowed` by vote, see `Ballots.rows_needed`. Collective after
-        `finish`, or at the end of an evaluation.
+        """Return whether rows did not fit, by vote (see `Ballots.rows_needed`). Collective.
+
+        The method is called after `finish`, or at the end of an evaluation.
         """
         if not self.running:
             return self._evaluation_overflowed()
@@ -210,22 +216,27 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """An evaluation's batches have no copies: it is repeated, or an error, where rows of most
-        workers did not fit. Those of fewer are NaN, and have more room from then on.
+        """Vote on an evaluation, whose batches have no copies on other workers.
+
+        The evaluation is repeated, or raises an error, if rows of a majority of workers did not
+        fit. If rows of a minority did not fit, their outputs are NaN, and their bound is raised for
+        later evaluations.
         """
         own_N = needed_of(self.limits, self.ballots.comm.device)
         most_K = most_of(self.limits, own_N)
         agreed_K = self.ballots.most_need(most_K)
         if most_K.any() and not agreed_K.any():
-            logger.warning("rows of an evaluation did not fit on rank %d, those of most workers "
-                           "did: its outputs are NaN; raise dispatch.max_rows_factor",
+            logger.warning("rows of an evaluation did not fit on rank %d, but fit on most "
+                           "workers. Its outputs are NaN; raise dispatch.max_rows_factor",
                            self.ballots.comm.ranks[self.ballots.comm.rank])
         return settle(self.limits, torch.cat([agreed_K, own_N]))
 
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
-        """What all files sum up, by vote: float64 [S]. Collective.
+        """Return the sums over all files, by vote: float64 [S]. Collective.
 
-        mine: [S] of this rank's part of each of its files; some are missing where memory ran out.
+        Args:
+            mine: [S] for this rank's part of each of its files. Entries may be missing if memory
+                ran out.
         """
         missing = len(self.ballots.files) - len(mine)
         sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
@@ -234,11 +245,11 @@ class StepVotes(RunFeature):
 
     @torch.no_grad()
     def finish(self, shared_scale: float, expert_scale: float) -> None:
-        """Set all gradients by vote, scaled, and warn of ranks that were outvoted. Collective.
+        """Set all gradients by vote, scaled, and log ranks that were outvoted. Collective.
 
         Args:
-            shared_scale: of what is summed over a worker's ranks.
-            expert_scale: of their own experts'.
+            shared_scale: factor for gradients that are summed over a worker's ranks.
+            expert_scale: factor for gradients of each rank's own experts.
         """
         if not self.running or self._began is None:
             return
@@ -254,21 +265,23 @@ class StepVotes(RunFeature):
         self._report()
 
     def _report(self) -> None:
-        found = self.ballots.verdict()
+        verdict = self.ballots.verdict()
         first = self.ballots.comm.rank == self.ballots.worker.rank == 0
-        if first and (found.outvoted or found.undecided):
+        if first and (verdict.outvoted or verdict.undecided):
             logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
-                           self.ranks_of(found.outvoted), list(found.undecided))
+                           self.ranks_of(verdict.outvoted), list(verdict.undecided))
 
     def ranks_of(self, workers: Iterable[int]) -> list[int]:
-        """The job's ranks, ascending."""
+        """Return the ranks of workers in the job, ascending."""
         return sorted(rank for worker in workers for rank in self._ranks_KW[worker])
 
 
 def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
-    """Of data-parallel ranks, whose workers are the expert-parallel groups of a model. Collective.
+    """Create the votes of data-parallel ranks, with the expert-parallel groups of a model as
+    workers. Collective.
 
-    Raises: ValueError: no such assignment for so many workers.
+    Raises:
+        ValueError: there is no such assignment for this number of workers.
     """
     worker = next((layer.comm for layer in layers_in(model)), LocalComm())
     assignment = assign(guard.assignment, world.size // worker.size, guard.votes)
@@ -278,7 +291,7 @@ def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
 
 
 def _ranks_of_workers(ballots: Ballots) -> list[list[int]]:
-    """The job's ranks by worker. Collective."""
+    """Return the ranks in the job by worker. Collective."""
     comm, worker = ballots.comm, ballots.worker
     own_W = worker.all_gather(torch.tensor([comm.ranks[comm.rank]], device=comm.device))
     return comm.all_gather(own_W).view(-1, worker.size).tolist()

@@ -1,10 +1,10 @@
-"""A run that its user stops (SIGINT, Ctrl-C) ends in one line of one rank: where it stopped, what
-was kept, and how it goes on.
+"""Stopping of a run by its user (SIGINT, Ctrl-C): one rank prints one line with the step, the last
+checkpoint, and how to resume.
 
-The signal may come twice, from the terminal and from a launcher, and Python may lose the
-`KeyboardInterrupt` that it raises, in a destructor for example; or another rank is faster, and this
-one meets its broken connection. So whatever ends a run after the signal is taken for it, and loops
-ask again in each step (`Stopping.around_step`).
+The signal may arrive twice, from the terminal and from a launcher. Python may also lose the
+`KeyboardInterrupt` that it raises, for example in a destructor. If another rank is faster, this
+rank may first see a broken connection. Therefore any error that ends a run after the signal counts
+as the stop, and loops check again in each step (`Stopping.around_step`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from moe_plugin.utils.messages import first_process
 from moe_plugin.utils.run_feature import RunFeature, StepInput
 
 STATUS = 128 + signal.SIGINT
-_WAIT_S = 2.0  # for the rank that writes: whoever starts ranks may end all when one has ended
+_WAIT_S = 2.0  # gives the first rank time to print: a launcher may end all ranks when one has ended
 
 
 class Stopping(RunFeature):
-    """What a host tells of its run.
+    """The state of a run that is needed to report where it stopped.
 
-    Attributes: `stopped`: the user asked for the end. `saved`: step of the newest checkpoint that
-        is complete; None: there is none.
+    Attributes:
+        stopped: whether the user requested the end of the run.
+        saved: step of the newest complete checkpoint; None if there is no checkpoint.
     """
 
     def __init__(self) -> None:
@@ -41,32 +42,34 @@ class Stopping(RunFeature):
 
     def resume(self, step: Callable[[], int], saved: int | None, folder: str | None,
               how: str) -> None:
-        """Training begins, or goes on.
+        """Record that training starts or resumes.
 
         Args:
-            step: how many steps are done.
-            saved: step of the checkpoint in `folder` that it goes on from; None: none.
-            folder: of checkpoints; None: nothing is saved.
-            how: what goes on from the folder's newest one, e.g. "the same command".
+            step: returns the number of completed steps.
+            saved: step of the checkpoint in `folder` from which the run resumes; None if it does
+                not resume.
+            folder: folder of checkpoints; None if nothing is saved.
+            how: command that resumes from the newest checkpoint in the folder, such as "the same
+                command".
         """
         self._step, self.saved, self._folder, self._how = step, saved, folder or "", how
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """`KeyboardInterrupt` if the user asked for the end."""
+        """Raise a `KeyboardInterrupt` if the user requested the end of the run."""
         if self.stopped:
             raise KeyboardInterrupt
         return nullcontext()
 
     def line(self) -> str:
-        """Where it stopped and what was kept."""
+        """Return a line that describes where the run stopped and what was saved."""
         if self._step is None:
             return "stopped"
         at = f"stopped at step {self._step()}"
         if not self._folder:
-            return f"{at}; nothing was to be saved"
+            return f"{at}; no checkpoints were requested"
         if self.saved is None:
             return f"{at}, before the first checkpoint in {self._folder}"
-        return f"{at}, last checkpoint {self.saved} in {self._folder}; {self._how} goes on"
+        return f"{at}, last checkpoint {self.saved} in {self._folder}; {self._how} resumes the run"
 
 
 RUN = Stopping()
@@ -74,7 +77,9 @@ RUN = Stopping()
 
 @contextmanager
 def stops_in_one_line() -> Iterator[None]:
-    """For a whole run in the main thread: see the module. The process ends with `STATUS`."""
+    """Handle SIGINT for a whole run in the main thread, see the module docstring. The process ends
+    with `STATUS`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,15 +96,15 @@ def stops_in_one_line() -> Iterator[None]:
 
 
 def _stop(*_: Any) -> None:
-    if not RUN.stopped:  # further signals would interrupt the end
+    if not RUN.stopped:  # further signals would interrupt the shutdown
         RUN.stopped = True
-        # whoever started the ranks ends the others when one has ended: not before the line is said
+        # A launcher ends all ranks with SIGTERM when one has ended; print the line before ending.
         signal.signal(signal.SIGTERM, lambda *_: _end())
         raise KeyboardInterrupt
 
 
 def _end() -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is said once
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # print the line only once
     first = not dist.get_rank() if dist.is_initialized() else first_process()
     if first:
         sys.stderr.write(f"{RUN.line()}\n")
@@ -107,4 +112,4 @@ def _end() -> NoReturn:
         time.sleep(_WAIT_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(STATUS)  # process groups cannot be ended in order: other ranks may be gone
+    os._exit(STATUS)  # a regular shutdown of process groups could hang if other ranks are gone

@@ -1,11 +1,15 @@
-"""A processor that computes wrongly is found: every n steps, ranks that store the same parameters
-compute the same micro-batch and compare all they computed, bit by bit.
+"""Detection of processors that compute wrong results.
 
-Such twins are the ranks at the same place of their expert-parallel groups; without experts, or with
-groups of one, all data-parallel ranks. What each module puts out, the gradients that arrive there
-and those of the parameters are checksums in the order in which they are computed. Exchanges carry
-a wrong number to other ranks, so it is the first difference that counts: it is at the rank that
-made it. Of three twins the one is named that differs from the others; of two, both.
+Every n steps, ranks that store the same parameters compute the same micro-batch and compare all
+results bit by bit. Such ranks are called twins. Twins are the ranks at the same position in their
+expert-parallel groups; without experts, or with groups of one rank, all data-parallel ranks are
+twins.
+
+The compared values are checksums of the output of each module, of the gradients at these outputs
+and of the gradients of the parameters, in the order in which they are computed. Exchanges send
+wrong numbers to other ranks, so only the first difference counts: it is on the rank that caused it.
+Among three or more twins, the twin that differs from the majority is reported. Of two twins, both
+are reported.
 """
 
 from __future__ import annotations
@@ -36,13 +40,13 @@ _HOST_BYTES = 64
 
 @dataclass(eq=False)
 class WrongResultError(RuntimeError):
-    """Ranks computed something else than their twins; raised on all ranks.
+    """Ranks computed different results than their twins; raised on all ranks.
 
     Attributes:
-        step: of the check.
-        ranks: of the world, one or, where twins cannot be told apart, several.
-        hosts: their names.
-        where: what they computed when they differed first.
+        step: step of the check.
+        ranks: ranks in the world; several if the faulty twin cannot be identified.
+        hosts: host names of these ranks.
+        where: description of the first result that differs.
     """
 
     step: int
@@ -53,16 +57,17 @@ class WrongResultError(RuntimeError):
     def __str__(self) -> str:
         named = ", ".join(f"rank {rank} on {host}"
                           for rank, host in zip(self.ranks, self.hosts, strict=True))
-        one = len(self.ranks) == 1
-        remedy = ("take this machine out of the run" if one else
-                  "one of them is wrong: check these machines")
-        return (f"step {self.step}: {named} computed {self.where} otherwise than ranks with the "
-                f"same parameters and micro-batch; {remedy}, and go on from a checkpoint that was "
-                "written before the last check without an error")
+        single = len(self.ranks) == 1
+        remedy = ("take this machine out of the run" if single else
+                  "one of them is wrong, so check these machines")
+        return (f"step {self.step}: {named} computed a different value for {self.where} than "
+                f"ranks with the same parameters and micro-batch; {remedy}, and resume from a "
+                "checkpoint written before the last check without an error")
 
 
 class TwinCheck(RunFeature):
-    """See the module. Off unless one is made:
+    """A check of the results of twins, see the module docstring. It runs only if a check is
+    created:
 
         check = TwinCheck(model, every=1000)
         for step, batch in enumerate(batches, 1):
@@ -70,16 +75,18 @@ class TwinCheck(RunFeature):
                 check(step, batch, lambda batch: loss_of(model, batch))
             ...
 
-    The training step itself is not touched: no gradient, buffer or random number changes. It costs
-    one forward and backward pass each `every` steps.
+    The training step is not affected: no gradient, buffer or random state changes. A check costs
+    one forward and one backward pass every `every` steps.
 
     Args:
-        model: not compiled; without reentrant checkpointing, which knows no `autograd.grad`.
-            Collective.
-        world: all data-parallel ranks; None: those of the default group.
-        every: steps from one check to the next.
-        start: what keeps the state that the check must not change, made with the models.
-        kept: around a check in the steps of a run: what passes change in the host is as before.
+        model: model that is not compiled, and does not use reentrant checkpointing, which does not
+            support `autograd.grad`. Collective.
+        world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
+        every: number of steps from one check to the next.
+        start: creates an object that saves the state which the check must not change, for a list of
+            models.
+        kept: context manager around a check in the steps of a run, which restores the state that
+            passes change in the host.
     Raises:
         ValueError: `every` < 1, or this rank has no twin.
     """
@@ -92,23 +99,23 @@ class TwinCheck(RunFeature):
         self.layers = layers_in(model)
         experts = self.layers[0].comm if self.layers else LocalComm()
         if every < 1:
-            raise ValueError(f"every={every} must be >= 1 step; make no check to have none")
+            raise ValueError(f"every={every} must be >= 1 step; omit the check to disable it")
         twins = replica_comm(experts, self.world)
         if twins is None:
             raise ValueError(
                 f"no two of {self.world.size} ranks store the same experts (expert-parallel groups "
-                f"of {experts.size}), so none can check another: use groups of at most half the "
-                "ranks (--moe-expert-parallel-size), or no check")
+                f"have {experts.size} ranks), so ranks cannot check each other. Use groups of at "
+                "most half the ranks (--moe-expert-parallel-size), or disable the check")
         self.twins = twins
         place = torch.tensor([[experts.rank]], device=self.world.device)
         self._places = self.world.all_gather(place).flatten().tolist()
 
     def due(self, step: int) -> bool:
-        """Whether the check is to run before this step (from 1)."""
+        """Return whether the check runs before this step (from 1)."""
         return step % self.every == 0
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Check before the step, if it is due. Raises `WrongResultError` on all ranks."""
+        """Run the check before the step, if it is due. Raises `WrongResultError` on all ranks."""
         assert step.batch is not None and step.loss_of is not None
         if self.due(step.number):
             with self.kept():
@@ -116,14 +123,15 @@ class TwinCheck(RunFeature):
         return nullcontext()
 
     def __call__(self, step: int, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-        """Compute one of the twins' micro-batches on all of them and compare. Collective.
+        """Compute a micro-batch of one twin on all twins, and compare the results. Collective.
 
         Args:
-            step: the same on all ranks; twins take turns by it.
+            step: number of the step, the same on all ranks. It determines whose micro-batch is
+                used.
             batch: this rank's micro-batch: tensors in any containers that can be pickled.
-            loss_of: of a batch; the model's forward pass.
+            loss_of: computes the loss of a batch with the model's forward pass.
         Raises:
-            WrongResultError: on all ranks.
+            WrongResultError: results differ; raised on all ranks.
         """
         batch = self._shared(batch, (step // self.every) % self.twins.size)
         start = self.start([self.model])
@@ -136,7 +144,7 @@ class TwinCheck(RunFeature):
         self._compare(step, seen)
 
     def _shared(self, batch: Any, root: int) -> Any:
-        """The batch of one of the twins."""
+        """Return the batch of the twin `root` on all twins."""
         payload = io.BytesIO()
         if self.twins.rank == root:
             torch.save(batch, payload)
@@ -149,7 +157,8 @@ class TwinCheck(RunFeature):
         got = self.twins.broadcast(bytes_N, root)
         if self.twins.rank == root:
             return batch
-        # from a rank of this job, not from a file; a tensor of a card comes to this rank's
+        # The data comes from a rank of this job, not from a file, so pickle is safe. Tensors on a
+        # GPU are loaded to this rank's GPU.
         return torch_load(io.BytesIO(got.cpu().numpy().tobytes()), weights_only=False,
                           map_location=lambda storage, place: storage if place == "cpu" else
                           storage.to(device=device))
@@ -160,30 +169,32 @@ class TwinCheck(RunFeature):
         padded = sums.new_zeros(most, 2)
         padded[:len(sums)] = sums
         every_WN2 = self.world.all_gather(padded.view(1, -1)).view(self.world.size, most, 2).cpu()
-        if all(torch.equal(rows, every_WN2[self._places.index(place)])
-               for rows, place in zip(every_WN2, self._places, strict=True)):
+        if all(torch.equal(rows, every_WN2[self._places.index(position)])
+               for rows, position in zip(every_WN2, self._places, strict=True)):
             return
         at, ranks = _first_difference(every_WN2.tolist(), self._places)
         hosts = self._hosts()
-        where = seen.names[at] if at < len(seen.names) else "more than the others"
+        where = seen.names[at] if at < len(seen.names) else "additional values"
         raise WrongResultError(step, tuple(ranks), tuple(hosts[r] for r in ranks), where)
 
     def _hosts(self) -> list[str]:
         name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
-        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self.world.device)
-        names = self.world.all_gather(mine).view(self.world.size, -1).cpu().tolist()
-        return [bytes(each).decode(errors="replace").strip() for each in names]
+        name_bytes = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(self.world.device)
+        names = self.world.all_gather(name_bytes).view(self.world.size, -1).cpu().tolist()
+        return [bytes(encoded).decode(errors="replace").strip() for encoded in names]
 
 
 def _first_difference(sums: Sequence[Sequence[Any]],
                       places: Sequence[int]) -> tuple[int, list[int]]:
-    """Where ranks at the same place differ first, and which of them differ from most; all of them
-    where no value has a majority.
+    """Return the index of the first difference between ranks at the same position, and the ranks
+    that differ from the majority.
+
+    All ranks of a position are returned if no value has a majority.
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
-        for place in sorted(set(places)):
-            ranks = [rank for rank, other in enumerate(places) if other == place]
+        for position in sorted(set(places)):
+            ranks = [rank for rank, other in enumerate(places) if other == position]
             values = [tuple(sums[rank][at]) for rank in ranks]
             value, votes = Counter(values).most_common(1)[0]
             if votes < len(ranks):
@@ -197,8 +208,8 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 @contextmanager
 def alike(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Layers compute in their fixed layout, by rule instead of by measured times: the same bits on
-    twins.
+    """Make layers compute with their fixed layout, and by rules instead of measured times, so that
+    twins get the same bits.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -211,7 +222,12 @@ def alike(layers: Sequence[MoELayer]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Checksums of what a model computes, in order. sums: int64 [2] each; names: what it was."""
+    """Checksums of a model's results, in the order of computation.
+
+    Attributes:
+        sums: checksums, int64 [2] each.
+        names: description of each result.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.sums, self.names = model, [], []
@@ -229,11 +245,13 @@ class _Recorder:
         self._hooks.close()
 
     def gradients(self, loss: Tensor) -> None:
-        """Record the loss and the gradients of all parameters, which stay as they are."""
+        """Record the loss and the gradients of all parameters, without changing the parameters'
+        `grad`.
+        """
         self.add("the loss", loss)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-        for (name, _), gradient in zip(named, found, strict=True):
+        grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+        for (name, _), gradient in zip(named, grads, strict=True):
             if gradient is not None:
                 self.add(f"the gradient of {name!r}", gradient)
 
@@ -242,7 +260,9 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Experts: rows come from other ranks, and so their gradients go there."""
+        """Return a hook for experts that records the gradients of their rows, which are sent to
+        other ranks.
+        """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)
 
@@ -263,11 +283,12 @@ class _Recorder:
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Two sums of a tensor's bits, int64 [2] on its device; any single changed bit changes the
-    first, and elements that change places change the second.
+    """Return two sums of a tensor's bits, int64 [2] on its device.
+
+    Any single changed bit changes the first sum, and exchanged elements change the second sum.
     """
     bytes_N = x.detach().contiguous().view(-1).view(torch.uint8)
     words_N = torch.nn.functional.pad(bytes_N, (0, -len(bytes_N) % 8)).view(torch.int64)
-    # odd factors: products modulo 2^64 lose nothing
+    # odd factors, so that products modulo 2^64 lose no information
     factors_N = torch.arange(len(words_N), device=x.device, dtype=torch.int64) * 2 + 1
     return torch.stack([words_N.sum(), (words_N * (factors_N * 0x9E3779B97F4A7C1)).sum()])

@@ -1,10 +1,12 @@
-"""Gradients of data-parallel ranks of which some may send anything (ByzShield).
+"""Gradients of data-parallel ranks that tolerate ranks with arbitrary wrong results (ByzShield).
 
-Every file of a batch is computed by several workers, as `planner.vote_assignments` assigns them. Of
-a file the answer counts that most of its workers gave, bit by bit, so that they must compute alike;
-over the files the coordinate-wise median is taken. A worker is a rank, or a block of ranks among
-which a model is spread: then ranks of the same place in their blocks vote, each for itself, on what
-this place computes, and nothing that they vote on travels any further.
+Every file of a batch is computed by several workers, as assigned by `planner.vote_assignments`. For
+each file, the answer given by the majority of its workers is used. Answers are compared bit by bit,
+so the workers must compute identically. Over the files, the coordinate-wise median is computed.
+
+A worker is a rank, or a block of ranks among which a model is distributed. In the latter case,
+ranks at the same position in their blocks vote on the results of this position, and the votes of
+other positions are independent.
 """
 
 from __future__ import annotations
@@ -26,25 +28,32 @@ from moe_plugin.training.resilience.overflow import RowsCheck, RowsFit, limits_o
 from moe_plugin.training.resilience.twins import alike
 from moe_plugin.training.run import Run
 
-CHUNK = 1 << 20  # elements of every file that travel together
+CHUNK = 1 << 20  # elements of every file in one exchange
 AGGREGATES = ("median", "mean")
 
 
 def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """Which of several answers most agree with bit by bit, and which differ from it.
+    """Find the answer on which most copies agree bit by bit.
 
-    copies: of one shape and dtype; NaN equals the same NaN. Of equally many the first counts.
-    Returns: index of the first that agrees with most; indices of those that differ.
+    Args:
+        copies: tensors of one shape and dtype. Equal NaNs agree. If several answers are equally
+            frequent, the first one is chosen.
+    Returns:
+        The index of the first copy of the most frequent answer, and the indices of the copies that
+            differ from it.
     """
-    # as bytes: -0.0 and 0.0 are different answers, equal NaNs are not
+    # compared as bytes, so that -0.0 and 0.0 differ and equal NaNs agree
     bytes_ = [copy.detach().contiguous().view(-1).view(torch.uint8) for copy in copies]
-    alike = [[j for j, other in enumerate(bytes_) if torch.equal(mine, other)] for mine in bytes_]
+    alike = [[j for j, other in enumerate(bytes_) if torch.equal(answer, other)]
+             for answer in bytes_]
     best = max(range(len(copies)), key=lambda i: (len(alike[i]), -i))
     return best, [j for j in range(len(copies)) if j not in alike[best]]
 
 
 def coordinate_median(x_FN: Tensor) -> Tensor:
-    """The median over axis 0 of [F, N], the mean of the middle two where F is even; [N]."""
+    """Return the median over axis 0 of [F, N], as [N]. If F is even, it is the mean of the middle
+    two values.
+    """
     sorted_FN = x_FN.sort(dim=0).values
     middle = x_FN.shape[0] // 2
     if x_FN.shape[0] % 2:
@@ -54,12 +63,12 @@ def coordinate_median(x_FN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a vote found.
+    """The result of a vote.
 
     Attributes:
-        outvoted: workers that differed from the majority of a file, ascending.
-        undecided: files of which no answer had a majority; the first of the most frequent ones
-            counted.
+        outvoted: workers that differed from the majority for a file, ascending.
+        undecided: files without a majority, for which the first of the most frequent answers is
+            used.
     """
 
     outvoted: tuple[int, ...]
@@ -67,10 +76,13 @@ class Verdict:
 
 
 def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
-    """The answer of most workers to every file.
+    """Return the majority answer for every file.
 
-    answers_KLN: of each worker for its files, in their order.
-    Returns: winners [F, N] by file, and who was outvoted.
+    Args:
+        answers_KLN: the answers of each worker for its files, in the order of the files.
+        assignment: files of each worker.
+    Returns:
+        The winning answers [F, N] by file, and the verdict.
     """
     winners, outvoted, undecided = [], set(), []
     for file, workers in enumerate(assignment.workers_of):
@@ -84,23 +96,27 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
 
 
 class Ballots:
-    """Answers of all workers to the files that each of them computes, and what counts of them.
+    """The answers of all workers for their files, and the votes on them.
 
     Args:
-        assignment: its worker w has rank w of `comm`.
-        comm: the ranks that vote with this one: one of each worker, of the same place in it.
-        aggregate: over the files: `median`, or `mean` where no file may be spoiled.
-        sharing: ranks of this worker that compute a file together, each a part of its batches.
-        worker: all ranks of this worker, with those of other pipeline stages; None: `sharing`.
+        assignment: worker w of the assignment is rank w of `comm`.
+        comm: the ranks that vote with this rank: one rank of each worker, at the same position in
+            the worker.
+        aggregate: aggregation over the files: `median`, or `mean` if no file can be wrong.
+        sharing: optional. Ranks of this worker that compute a file together, each with a part of
+            its batches. Defaults to this rank alone.
+        worker: optional. All ranks of this worker, including other pipeline stages. Defaults to
+            `sharing`.
     Raises:
-        ValueError: another number of ranks than workers, or an unknown aggregate.
+        ValueError: the number of ranks differs from the number of workers, or the aggregate is
+            unknown.
     """
 
     def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median",
                  sharing: Comm | None = None, worker: Comm | None = None) -> None:
         if comm.size != assignment.workers:
             raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
-                             f"the group has {comm.size} ranks: must be equal")
+                             f"but the group has {comm.size} ranks; the numbers must be equal")
         if aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
         self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
@@ -115,9 +131,10 @@ class Ballots:
         return self.assignment.files[self.comm.rank]
 
     def winners(self, mine_LN: Tensor) -> Tensor:
-        """The answers that count, [F, N] by file. Collective.
+        """Vote, and return the winning answers [F, N] by file. Collective.
 
-        mine_LN: of this rank to its files, in their order.
+        Args:
+            mine_LN: answers of this rank for its files, in the order of the files.
         """
         shape = (self.comm.size, *mine_LN.shape)
         every_KLN = self.comm.all_gather(mine_LN.contiguous()).view(shape)
@@ -127,18 +144,25 @@ class Ballots:
         return winners_FN
 
     def rows_needed(self, limits: Sequence[Limit], mine_LN: Tensor) -> Tensor:
-        """What `dispatch.rows_limit.settle` takes: of a file what most of its workers say, so that
-        no wrong rank makes all others repeat a step or end. Collective.
+        """Return the argument of `dispatch.rows_limit.settle` by vote. Collective.
 
-        mine_LN: what the limits needed in each of this rank's files.
+        For each file the answer of the majority is used, so that no wrong rank can make all other
+        ranks repeat a step or fail.
+
+        Args:
+            limits: limits of the layers.
+            mine_LN: rows that the limits needed in each of this rank's files.
         """
         most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
 
     def result(self, mine_LN: Tensor, shared: int = 0) -> Tensor:
-        """What counts, over all files: [N]. Collective.
+        """Return the aggregated result over all files: [N]. Collective.
 
-        shared: of so many first numbers a file's answer is the sum over the ranks of `sharing`.
+        Args:
+            mine_LN: answers of this rank for its files.
+            shared: number of leading elements for which a file's answer is the sum over the ranks
+                of `sharing`.
         """
         parts = []
         for sums_up, part_LN in ((True, mine_LN[:, :shared]), (False, mine_LN[:, shared:])):
@@ -149,41 +173,51 @@ class Ballots:
         return torch.cat(parts)
 
     def summed(self, part_LN: Tensor) -> Tensor:
-        """The answers of which every rank of `sharing` has a part. Collective."""
+        """Sum the answers of which every rank of `sharing` has a part. Collective."""
         return self.sharing.all_reduce(part_LN.contiguous())
 
     def most_say(self, mine: bool) -> bool:
-        """Whether most workers say so, each of which does where one of its ranks does. Collective.
+        """Return whether a majority of workers answers true. Collective.
+
+        A worker answers true if any of its ranks does.
         """
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """The largest numbers that most workers reach, each by one of its ranks: integers of the
-        shape [N] of mine. Collective.
+        """Return the largest numbers that a majority of workers reaches, for integers `mine` of
+        shape [N]. Collective.
+
+        A worker reaches the maximum over its ranks.
         """
         every_K = self.comm.all_gather(self.worker.all_reduce(mine, "max")).view(-1, *mine.shape)
         return every_K.sort(0).values[(self.comm.size - 1) // 2]
 
     def verdict(self) -> Verdict:
-        """Of all votes since the last call, at any place of this worker. Collective in it."""
+        """Return the verdict of all votes since the last call, over all positions of this worker.
+        Collective in the worker.
+        """
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
-        flags = torch.tensor([i in found for found, size in kinds for i in range(size)],
+        flags = torch.tensor([i in indices for indices, size in kinds for i in range(size)],
                              dtype=torch.int32, device=self.comm.device)
-        said = self.worker.all_reduce(flags, "max").split([size for _, size in kinds])
+        flags_by_kind = self.worker.all_reduce(flags, "max").split([size for _, size in kinds])
         self._outvoted.clear()
         self._undecided.clear()
-        outvoted, undecided = (tuple(each.nonzero().flatten().tolist()) for each in said)
+        outvoted, undecided = (tuple(kind_flags.nonzero().flatten().tolist())
+                               for kind_flags in flags_by_kind)
         return Verdict(outvoted, undecided)
 
 
 def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], int]:
-    """Those that train, experts last, and how many numbers are not experts'."""
+    """Return the trainable parameters with experts last, and the number of elements that do not
+    belong to experts.
+    """
     train = sorted((p for p in parameters if p.requires_grad), key=is_expert)
     return train, sum(p.numel() for p in train if not is_expert(p))
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Gradients in one vector [N] of the widest of their dtypes; zero: a parameter has none."""
+    """Return gradients as one vector [N] in the widest of their dtypes. Missing gradients are zero.
+    """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
 
@@ -191,7 +225,9 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 @torch.no_grad()
 def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
                   gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Give parameters the parts of a vector that `flat_gradients` made, in their dtypes."""
+    """Set the gradients of parameters from a vector created by `flat_gradients`, in the parameters'
+    dtypes.
+    """
     parts = gradient_N.split([p.numel() for p in parameters])
     for parameter, part_N in zip(parameters, parts, strict=True):
         gradient = gradient_of(parameter)
@@ -202,7 +238,8 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
 
 
 class VotedGradients:
-    """Gradients by vote, of a model that every rank has entirely, or every worker of several ranks.
+    """Gradients by vote, for a model stored completely on every rank, or on every worker of several
+    ranks.
 
         voted = VotedGradients(model, mols(5, 3))
         for batch in batches:                     # f files of micro-batches each
@@ -210,16 +247,18 @@ class VotedGradients:
             optimizer.step()
 
     Args:
-        model: its parameters, the same on all ranks but for the experts of a worker's ranks, get
-            the gradients.
-        assignment, aggregate: see `Ballots`.
-        comm: the ranks that store what this one does, one of each worker
-            (`gradients.replicas.replica_comm`); None: those of the default group.
-        worker: the expert-parallel group of the layers; None: every rank has all experts.
+        model: the model that receives the gradients. Its parameters are the same on all ranks,
+            except for the experts of a worker's ranks.
+        assignment: see `Ballots`.
+        comm: optional. The ranks that store the same parameters as this rank, one of each worker
+            (`gradients.replicas.replica_comm`). Defaults to the ranks of the default group.
+        aggregate: see `Ballots`.
+        worker: optional. The expert-parallel group of the layers. By default every rank has all
+            experts.
     Raises:
-        ValueError: another number of ranks than workers, experts that are spread over other ranks
-            than a worker's, a router that follows loads which ranks report, or an unknown
-            aggregate.
+        ValueError: the number of ranks differs from the number of workers, experts are distributed
+            over other ranks than a worker's, a router follows loads that ranks report, or the
+            aggregate is unknown.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
@@ -243,14 +282,19 @@ class VotedGradients:
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
         """Compute this rank's files, vote, and set every parameter's gradient. Collective.
 
-        Where rows of a file did not fit (`dispatch.name: bounded`), as most of its workers say, all
-        files are computed again, or it is an error on all ranks: no `until_rows_fit` around it.
+        If rows of a file did not fit (`dispatch.name: bounded`) according to the majority of its
+        workers, all files are computed again, or an error is raised on all ranks. Do not use
+        `until_rows_fit` around this method.
 
-        loss_of: the loss of a file, the same bits on each of its workers: draw random numbers from
-            the file's number. Called once for each of this rank's files. Of several ranks of a
-            worker it is each one's part, and their sum the loss.
-        Returns: the same on all ranks.
-        Raises: RowsOverflow: on all ranks, where `dispatch.on_overflow` is error.
+        Args:
+            loss_of: computes the loss of a file, with the same bits on each of its workers; draw
+                random numbers from the file's number. Called once for each of this rank's files. If
+                a worker has several ranks, each rank computes its part, and the loss is their sum.
+        Returns:
+            The verdict, the same on all ranks.
+        Raises:
+            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all
+                ranks.
         """
         def passes() -> Tensor:
             self._needed.clear()
@@ -264,15 +308,15 @@ class VotedGradients:
         return self.ballots.verdict()
 
     def _gradients(self, loss: Tensor) -> Tensor:
-        """Of a file; what its rows needed is noted."""
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        """Return the gradients of a file, and record how many rows it needed."""
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self._needed.append(needed_of(self._limits, self.ballots.comm.device))
         for limit in self._limits:
             limit.forget()
-        return flat_gradients(self.parameters, found)
+        return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """See `Ballots.rows_needed`. Collective."""
+        """Return whether rows did not fit by vote, see `Ballots.rows_needed`. Collective."""
         return settle(self._limits, self.ballots.rows_needed(self._limits,
                                                              torch.stack(self._needed)))
 
@@ -281,18 +325,19 @@ def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
     for name, layer in named_layers_in(model).items():
         if layer.comm.size != ranks:
             raise ValueError(
-                f"experts of layer {name!r} are spread over ranks, {layer.comm.size} of them, and "
-                f"a worker that votes has {ranks}: must be equal; give VotedGradients "
-                "worker=layer.comm and comm=replica_comm(layer.comm, world)")
+                f"experts of layer {name!r} are distributed over {layer.comm.size} ranks, but a "
+                f"voting worker has {ranks} ranks; these must be equal. Pass worker=layer.comm and "
+                "comm=replica_comm(layer.comm, world) to VotedGradients")
 
 
 def refuse_reported_loads(model: nn.Module) -> None:
-    """`ValueError` where a router follows loads that all ranks report, which are not voted on: one
-    wrong rank would move the biases of all.
+    """Raise a `ValueError` if a router follows loads that all ranks report.
+
+    These loads are not voted on, so one wrong rank would change the biases of all ranks.
     """
     for name, module in model.named_modules():
         if isinstance(module, RouterModule) and module.step_sums():
             raise ValueError(
                 f"router {type(module).__name__} of {name!r} does not fit votes: its biases follow "
-                "what every rank reports, and this is not voted on: use router.name=topk with "
-                "losses.gshard, or router.bias_rate=0 (biases stay) where the router has it")
+                "loads that every rank reports and that are not voted on. Use router.name=topk "
+                "with losses.gshard, or router.bias_rate=0 (fixed biases) if the router has it")

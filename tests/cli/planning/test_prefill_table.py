@@ -42,7 +42,7 @@ def test_one_rank_sends_nothing() -> None:
     row, = prefill_table(MODEL, Cluster(nodes=1, ranks_per_node=1), PROFILE, (1000,)).rows
     assert row.best.pieces == 1 and row.best.seconds == row.whole_s == pytest.approx(
         1e-3 + 2000 * 2e-6)
-    with pytest.raises(ValueError, match="8 experts do not divide over 3 ranks"):
+    with pytest.raises(ValueError, match="8 experts cannot be divided over 3 ranks"):
         prefill_table(MODEL, Cluster(nodes=3, ranks_per_node=1), PROFILE, (1,))
 
 
@@ -56,15 +56,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
              "--ranks-per-node", "1", "--kernels", str(kernels)]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "kernel large in place of small" in text and "parallel.prefill: true" in text
+    assert "kernel large instead of small" in text and "parallel.prefill: true" in text
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in found["rows"]] == [64, 4096]
-    for wrong, message in (({"kernels": {"a": {"points": [[1, 1.0]]}}}, "2 or more, ascending"),
-                           ({"kernels": {"a": [1]}}, "must give each kernel points"),
-                           ({"kernels": {}}, "a profile without kernels")):
+    for wrong, message in (({"kernels": {"a": {"points": [[1, 1.0]]}}}, "at least 2 points"),
+                           ({"kernels": {"a": [1]}}, "must contain, for each kernel, points"),
+                           ({"kernels": {}}, "the profile contains no kernels")):
         kernels.write_text(yaml.safe_dump(wrong))
         assert main(words) == 2
         assert message in capsys.readouterr().err
     assert main([*words, "--plot", "x.png"]) == 2
-    assert "--plot is of another use of plan than --prefill" in capsys.readouterr().err
+    assert "--plot cannot be combined with --prefill" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def test_the_log_is_that_of_keeping(corpus: Corpus, tmp_path: Path) -> None:
     def train(flags: str) -> list[dict]:
         done = run("fairseq-train", f"{corpus.lm} {KEEP} {flags} --save-dir {tmp_path}",
                    ranks=2).ok()
-        assert ("pre-gates choose the experts" in done.log) == ("--moe-pre-gate" in flags)
+        assert ("Pre-gates choose the experts" in done.log) == ("--moe-pre-gate" in flags)
         return [{name: step[name] for name in ("loss", "inner_loss", "moe_gate_loss", "gnorm")}
                 for step in done.steps]
 
@@ -46,4 +46,4 @@ def test_what_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     assert "offload.activations='swap' does not fit --checkpoint-activations" in done.log
     done = run("fairseq-train", f"{corpus.lm} {KEEP} --moe-activations keep,keep,swap "
                f"--save-dir {tmp_path}")
-    assert "has 3 names, and the model 2 layers: must be one for all, or one for each" in done.log
+    assert "has 3 policies, but the model has 2 layers: use one policy for all" in done.log

@@ -150,12 +150,12 @@ def test_files_that_do_not_fit_are_refused_by_name(trained: tuple[Path, Result, 
             open_source(tmp_path, "fairseq_branch")
 
     os.rename(path, tmp_path / "kept")
-    refused("rank-1.pt' is missing")
+    refused("rank-1.pt', which contains experts, is missing")
     prefix = "decoder.layers.1.moe_layer.experts.0."
     torch.save({**state, "model": {**state["model"], prefix + "fc3.weight": torch.zeros(2)}}, path)
     refused("fc3.weight' is a parameter of an expert that our layer does not have")
     torch.save({**state, "optimizer_history": [{"num_updates": 3}]}, path)
-    refused(r"are of steps \['3', '4'\]")
+    refused(r"are of different steps, \['3', '4'\]")
     shared = tmp_path / "checkpoint_last-shared.pt"
     whole = torch.load(shared, weights_only=False)
     torch.save(state, path)
@@ -166,7 +166,7 @@ def test_files_that_do_not_fit_are_refused_by_name(trained: tuple[Path, Result, 
 
 
 @pytest.mark.parametrize(("optimizer", "why"), [
-    ({"state": {0: {"exp_avg": torch.zeros(99)}}}, "of 1 parameters, its model has"),
+    ({"state": {0: {"exp_avg": torch.zeros(99)}}}, "of 1 parameters, but its model has"),
     ({"state": {0: {"exp_avg": torch.zeros(9)}}, "param_id_map": {0: 0, 1: 0}},
      "pieces of --ddp-backend fully_sharded"), (-1, "pieces of --ddp-backend fully_sharded")])
 @pytest.mark.parametrize("to", ["fairseq", "fairseq_branch"])

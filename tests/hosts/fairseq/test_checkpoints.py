@@ -219,7 +219,7 @@ def test_truncated_dense_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="truncated or damaged"):
         files.agree(path, WANTED, None)
     torch.save({"model": {}}, path)
-    with pytest.raises(ValueError, match="has no experts; the model has 4"):
+    with pytest.raises(ValueError, match="has no experts, but the model has 4"):
         files.agree(path, WANTED, None)
     os.remove(path)
     write(tmp_path / "checkpoint_last.pt", world_size=1, expert_parallel_size=1)

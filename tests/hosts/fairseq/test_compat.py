@@ -139,7 +139,7 @@ def test_another_copy_of_the_package_is_refused(tmp_path: Path) -> None:
     from fairseq import utils
 
     (tmp_path / "moe_plugin" / "models").mkdir(parents=True)
-    with pytest.raises(ValueError, match=f"another copy of moe_plugin.*pip install -e {tmp_path}"):
+    with pytest.raises(ValueError, match=f"not the installed copy .*pip install -e {tmp_path}"):
         utils.import_user_module(argparse.Namespace(user_dir=str(tmp_path / "moe_plugin")))
 
 

@@ -48,7 +48,7 @@ def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
 
 
 def test_replicas_need_experts_and_are_not_the_default() -> None:
-    with pytest.raises(ValueError, match="a model without experts: give --moe-freq"):
+    with pytest.raises(ValueError, match="a model without experts: use --moe-freq"):
         wants_replicas(_settings(""), torch.nn.Module())
     assert _wants("")
     assert not _wants("--moe-lighthouse=")

@@ -54,7 +54,7 @@ def test_experts_are_spread_over_as_many_ranks_as_fit() -> None:
         [1, 2, 1, 2, 4, 4]
     assert Evaluation(4, asked=2).expert_ranks(4) == 2
     assert Evaluation(8, asked=8).expert_ranks(4) == 8
-    with pytest.raises(ValueError, match=r"=3 is out of bounds: must divide the 4 evaluating"):
+    with pytest.raises(ValueError, match=r"=3 is out of bounds. It must divide the 4 evaluating"):
         Evaluation(4, asked=3).expert_ranks(4)
 
 
@@ -75,7 +75,7 @@ def test_settings_of_the_ranks_that_trained_are_left_out(
         settings: dict[str, str], words: str, caplog: pytest.LogCaptureFixture) -> None:
     with evaluating(), caplog.at_level("INFO", logger="moe_plugin"):
         model = language_model(**settings)
-    assert f"which an evaluation leaves out: {words}" in caplog.text
+    assert f"which describe the ranks of the training: {words}" in caplog.text
     config = moe_layers(model)[0].moe_layer.moe.given
     assert (config.parallel.r, config.parallel.spill, config.parallel.speeds,
             config.comm.topology) == (None, None, None, "detect")
@@ -176,10 +176,10 @@ def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Pat
                  "--model-overrides")
     for wrong in ("{'moe_dispatc':'padded'}", "{'model':{'moe_dispatc':'padded'}}"):
         run("fairseq-validate", f"{arguments} {wrong}").failed_with(
-            "--model-overrides: 'moe_dispatc' is no setting: did you mean moe_dispatch?")
+            "--model-overrides: 'moe_dispatc' is not a setting; did you mean moe_dispatch?")
     run("fairseq-validate", f"{arguments} {{'moe_dispatch':'nothing'}}").failed_with("'nothing'")
     found = run("fairseq-validate", f"{arguments} {{'moe_dispatch':'ragged'}}").ok()
-    assert "has no setting moe_dispatch, which is of a newer release: it is ragged" in found.log
+    assert "lacks the setting moe_dispatch of a newer release; --model-over" in found.log
 
 
 @pytest.mark.distributed
@@ -205,7 +205,7 @@ def test_evaluation_says_that_rows_do_not_fit(corpus: Corpus, ep2: tuple[Path, R
     repeat = f"{{{bounded},'moe_on_overflow':'repeat'}}"
     repeated = run("fairseq-validate", f"{arguments} --model-overrides {repeat}", ranks=2)
     assert validated(repeated) == [pytest.approx(wanted[0], abs=2.1e-3)] * 2
-    assert "its bound is larger now, and it is repeated" in repeated.log
+    assert "the bound was raised, and the step is repeated" in repeated.log
     run("fairseq-validate", f"{arguments} --model-overrides {{{bounded}}}",
         ranks=2).failed_with("raise dispatch.max_rows_factor")
     generate = (f"{evaluation(corpus, ep2[0])} --task language_modeling --gen-subset test "
@@ -324,4 +324,4 @@ def test_experts_outside_the_device_give_the_same_tokens_and_losses(
     assert waits.count("[waits_for_experts]") == 1
     assert "the calls of decoder's MoE layer 0 wait for experts" in waits
     run("fairseq-eval-lm", f"{score} --moe-experts-on host --moe-experts-cache 1KiB").failed_with(
-        "experts.cache=1 KiB does not hold one expert")
+        "experts.cache=1 KiB is too small for one expert")

@@ -39,7 +39,7 @@ def test_example_settings_are_found_from_any_folder(corpus: Corpus, tmp_path: Pa
                            "unknown key 'router.topk'; did you mean router.top_k?")),
     ("+moe.router.topk=1", ("unknown key 'router.topk'; did you mean router.top_k?",)),
     ("optimization.max_updat=3", ("'max_updat' not in 'OptimizationConfig'",)),
-    ("task.data=???", ("task.data is not given; add task.data=FOLDER",)),
+    ("task.data=???", ("task.data is missing. Add task.data=FOLDER",)),
     ("--config-name moe_lm_tinny", ("is not in", "did you mean moe_lm_tiny?"))])
 def test_one_line_says_what_does_not_fit(corpus: Corpus, tmp_path: Path, words: str,
                                          parts: tuple[str, ...]) -> None:

@@ -32,7 +32,7 @@ def _said(corpus: Corpus, arguments: str, tool: str = "fairseq-train") -> str:
     (f"{MOE} --moe-fref 2", ("unrecognized arguments: --moe-fref; did you mean --moe-freq?",)),
     (f"{MOE} --no-progress-br", ("did you mean --no-progress-bar?",)),
     (f"{MOE} --criterion moe_cross_entrpy", ("did you mean moe_cross_entropy",)),
-    (MOE.replace("moe_plugin", "moe_plugn"), ("--user-dir 'moe_plugn' is not there; use",)),
+    (MOE.replace("moe_plugin", "moe_plugn"), ("--user-dir 'moe_plugn' does not exist. Use",)),
     (f"{MOE} --moe-top-k 5", ("router.top_k=5 is out of bounds", "router.top_k: --moe-top-k '5'")),
     (f"{MOE} --moe-capacity-factor none --moe-dispatch padded",
      ("dispatch.capacity_factor: --moe-capacity-factor 'none'",)),
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_ours_without_the_user_dir(corpus: Corpus, ep2: tuple[Pa
                        f"{ep2[0] / 'checkpoint_last.pt'} {' '.join(flags)}", tool)
     assert result.code == 2 and "Traceback" not in result.log, result.log[-3000:]
     assert re.search(rf"{tool}: error: model '\w+' has experts", result.log)
-    assert "add --user-dir moe_plugin" in result.log
+    assert "Add --user-dir moe_plugin" in result.log
 
 
 def test_keys_of_the_file_are_named_with_the_file(corpus: Corpus, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_no_capacity_as_a_flag_is_enough(corpus: Corpus, tmp_path: Path) -> None
     few, none, all_ = (_numbers(log) for log in logs)
     assert none == all_ != few and none["overflow_expert1"] == none["test_overflow_expert1"] == "0"
     assert float(few["test_overflow_expert1"]) > 50  # 0.3 of an even load is kept at most
-    assert "because nothing reads it beside the flags: " in logs[1]
+    assert "because the flags make it ineffective: " in logs[1]
 
 
 def _numbers(log: str) -> dict[str, str]:

@@ -109,16 +109,16 @@ def test_changes_back_and_forth_open_no_new_connections(corpus: Corpus, size: in
 
 def test_sizes_that_do_not_fit_are_refused_before_the_run(corpus: Corpus, tmp_path: Path) -> None:
     train(corpus, tmp_path, "--moe-expert-parallel-at 3=3", ranks=2).failed_with(
-        "resize.expert_parallel_at=3=3 is out of bounds: must divide the 2 data-parallel ranks")
+        "resize.expert_parallel_at=3=3 is out of bounds: the size must divide the 2 data-parallel")
     train(corpus, tmp_path, "--moe-expert-parallel-at 3=1 --zero-sharding os", ranks=2).failed_with(
         "--moe-expert-parallel-at 3=1 does not fit --ddp-backend fully_sharded and --zero-sharding "
-        "os: parts of parameters stay on their ranks")
+        "os: it assigns parts of parameters to ranks")
 
 
 @pytest.mark.parametrize(("section", "name", "value", "said"), [
     ("distributed_training", "distributed_world_size", 1, "does not fit one rank: use several"),
     ("model", "moe_lighthouse", "http://a:1", "does not fit --moe-lighthouse: "),
-    ("ema", "store_ema", True, "does not fit --store-ema: averages would stay behind"),
+    ("ema", "store_ema", True, "does not fit --store-ema: averages would not be moved"),
     ("common", "amp", True, "does not fit --amp: use --bf16"),
     ("optimizer", "_name", "adafactor", "does not fit --optimizer adafactor: its state"),
     ("optimizer", "_name", "composite", "does not fit --optimizer composite: its state")])

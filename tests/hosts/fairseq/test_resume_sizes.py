@@ -174,7 +174,7 @@ def test_optimizer_state_of_flattened_parameters_is_not_dropped_silently(tmp_pat
     flat = torch.zeros(100)
     state["last_optimizer_state"]["state"] = {0: {"step": 6, "exp_avg": flat, "exp_avg_sq": flat}}
     files.write(state, str(home / "checkpoint_last.pt"))
-    with pytest.raises(CheckpointError, match="without the names.*--model-only"):
+    with pytest.raises(CheckpointError, match="without parameter names.*--model-only"):
         convert(home, tmp_path / "x", world=2)
     with open_source(home) as opened:
         Conversion(opened, tmp_path / "bare", "fairseq", CheckpointSizes(world=2),

@@ -22,7 +22,7 @@ from tests.hosts.fairseq.conftest import (
 from tests.hosts.stopped import own_lines, stopped
 
 _LONG = "--max-update 100000 --save-interval-updates 5 --no-epoch-checkpoints"
-_FIRST = r"first step: ([\d.]+ m?s), ([\d,]+) tokens/s; [\d,]+ steps left, .* if all take as long"
+_FIRST = r"first step: ([\d.]+ m?s), ([\d,]+) tokens/s; [\d,]+ steps left, .* at this speed"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def test_two_ranks_that_are_stopped_say_once_what_was_kept(
     save, line, log = two_ranks
     [said] = [each for each in own_lines(log) if "INFO" not in each]
     found = re.fullmatch(
-        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; the same command goes on", said)
+        rf"stopped at step (\d+), last checkpoint (\d+) in {save}; "
+        "the same command resumes the run", said)
     assert found and 10 <= int(found[2]) <= int(found[1])
     assert log.count("stopped at step") == 1
     assert "KeyboardInterrupt" not in log and "CommError" not in log
@@ -82,7 +83,7 @@ def test_spawned_ranks_that_are_stopped_say_it_once(corpus: Corpus, tmp_path: Pa
             "--distributed-world-size 2")
     log = stopped(command("fairseq-train", line), '"num_updates": "3"', tmp_path / "log",
                   environment())
-    assert len(re.findall(r"^stopped at step \d+; nothing was to be saved$", log, re.M)) == 1
+    assert len(re.findall(r"^stopped at step \d+; no checkpoints were requested$", log, re.M)) == 1
     assert log.count("stopped at step") == 1
     assert not [word for word in ("KeyboardInterrupt", "CommError", "Traceback") if word in log]
 
@@ -96,7 +97,7 @@ def test_a_finished_run_says_so_and_trains_no_further_step(corpus: Corpus, tmp_p
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     again = run("fairseq-train", f"{line} {limits}").ok()
     flag, number = limits.split()
-    assert f"the run of {tmp_path} is finished: it has {number} of {flag} {number}" in again.log
+    assert f"run of {tmp_path} is finished: it has done {number} of {flag} {number}" in again.log
     assert not again.steps and first.steps
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     more = run("fairseq-train", f"{line} {flag} {int(number) + 1}").ok()

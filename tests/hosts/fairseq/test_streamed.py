@@ -68,7 +68,7 @@ def test_a_run_and_its_files_are_those_of_the_device(corpus: Corpus, tmp_path: P
                                                      host: str) -> None:
     device = train(corpus, tmp_path / "device", flags)
     streamed = train(corpus, tmp_path / "host", f"{flags} --weights-on host {host}")
-    assert "stream in 4 parts" in streamed.log
+    assert "streamed in 4 parts" in streamed.log
     assert ("planned for 1.0 MiB" in streamed.log) == bool(host)
     assert len(streamed.steps) == 6 and numbers(streamed) == numbers(device)
     for name in _FILES:

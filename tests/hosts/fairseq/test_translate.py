@@ -129,12 +129,12 @@ def test_a_file_with_a_number_of_experts_describes_layers(tmp_path: Path) -> Non
     assert found.router.second_expert_policy == "random"
     for flags, words in (
             ("--moe-expert-count 8", r"--moe-expert-count \(num_experts=8\) contradicts "
-             "num_experts=4 in .*leave out the flag"),
+             "num_experts=4 in .*remove the flag"),
             ("--moe-top1-expert", r"--moe-top1-expert \(router.top_k=1\) contradicts")):
         with pytest.raises(ValueError, match=words):
             config(f"--moe-freq 2 --moe-config {path} {flags}")
     path.write_text("num_experts: 4\nmodel_dim: 16\n")
-    with pytest.raises(ValueError, match="model_dim=16 in .*contradicts the width 8.*leave"):
+    with pytest.raises(ValueError, match="model_dim=16 in .*contradicts the width 8.*remove"):
         config(f"--moe-freq 2 --moe-config {path}")
 
 

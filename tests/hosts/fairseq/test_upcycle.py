@@ -152,7 +152,7 @@ def test_translation_models_that_cannot_be_upcycled_are_named(
             (translates, ["--every", "3"], "no layer of the encoder becomes an MoE layer"),
             (translates, ["--encoder-every", "0", "--decoder-every", "0"], "use a smaller --every"),
             (translates, ["--encoder-every", "-1"], "encoder_every=-1: must be at least 0"),
-            (translates, ["--to", "hf"], "does not become 'hf'"),
+            (translates, ["--to", "hf"], "cannot be converted to 'hf'"),
             (dense, ["--encoder-every", "1"], "the model has no encoder")):
         assert main(["upcycle", str(source), str(tmp_path / "moe"), *OPTIONS["copy"], *more]) != 0
         assert error in capsys.readouterr().err

@@ -40,11 +40,11 @@ def test_one_rank_with_another_norm_ends_no_run(wrong: float,
         for rank in range(3):
             norms = [wrong if each == rank else 1.5 for each in range(3)]
             assert run_simulated(3, lambda comm, norms=norms: checked(comm, norms)) == [""] * 3
-    assert [record.getMessage().split("most: ")[1] for record in caplog.records] == [
+    assert [record.getMessage().split("majority: ")[1] for record in caplog.records] == [
         "[0]", "[1]", "[2]"]
 
 
 def test_norms_without_a_majority_end_it_on_all() -> None:
     found = run_simulated(3, lambda comm: checked(comm, [1.0, 2.0, 3.0]))
-    assert found[0].startswith("step 0: no majority of 3 workers") and len({*found}) == 1
+    assert found[0].startswith("step 0: no majority of the 3 workers") and len({*found}) == 1
     assert run_simulated(3, lambda comm: checked(comm, [1.0, 1.0 + 1e-7, 1.0])) == [""] * 3

@@ -207,5 +207,5 @@ def _refusals() -> list[str]:
 
 def test_what_attention_by_slices_cannot_do() -> None:
     [[window, mask, order]] = on_ranks(1, _refusals)
-    assert "window_size=(4, 0) does not fit" in window and "must be causal" in mask
-    assert "slices go backward in reverse order" in order
+    assert "window_size=(4, 0) cannot be used" in window and "needs a causal mask" in mask
+    assert "passes of slices in reverse order" in order

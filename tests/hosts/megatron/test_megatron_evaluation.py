@@ -123,14 +123,14 @@ def test_pieces_follow_the_load(data: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    ("--moe-experts-on host", "experts.store=host does not fit training in Megatron"),
+    ("--moe-experts-on host", "experts.store=host cannot be used for training"),
     ("--eval-interval 1 --split 9999,1,0", "leaves no document for the valid set"),
-    ("--eval-interval 50 --split 100,0,0", "eval_interval=50: split='100,0,0' leaves nothing to"),
-    ("--skip-train --load {} --split 1,0,0", "skip_train=True: split='1,0,0' leaves nothing to"),
-    ("--eval-interval 50 --eval-iters 0", "eval_iters=0 is out of bounds: must be >= 1 with"),
-    ("--skip-train", "skip_train=True is out of bounds: must be False without --load"),
-    ("--skip-train --load {} --split 80,20,0", "there is nothing to evaluate; give the folder"),
-    ("--skip-train --load {} --moe-experts-on disk", "experts.store_path=None does not fit"),
+    ("--eval-interval 50 --split 100,0,0", "eval_interval=50 has nothing to evaluate with split="),
+    ("--skip-train --load {} --split 1,0,0", "skip_train=True has nothing to evaluate with split="),
+    ("--eval-interval 50 --eval-iters 0", "eval_iters=0 is out of bounds: it must be >= 1"),
+    ("--skip-train", "skip_train=True needs a checkpoint to evaluate"),
+    ("--skip-train --load {} --split 80,20,0", "there is nothing to evaluate. Set --load to"),
+    ("--skip-train --load {} --moe-experts-on disk", "experts.store_path=None cannot be used with"),
 ])
 def test_what_does_not_fit_is_refused(flags: str, message: str, data: str, tmp_path: Path) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "1", *flags.format(tmp_path).split()]

@@ -126,8 +126,8 @@ def test_a_setting_of_a_newer_megatron_is_refused_unless_it_is_at_its_default(
     config.__class__, config.moe_not_yet_known = newer, [] if default == "list" else default
     translate(config, {})
     config.moe_not_yet_known = 8
-    with pytest.raises(ValueError, match=r"moe_not_yet_known=8 is unknown to moe-plugin.* must be "
-                                         r"(None|3|\[\]), its default; leave it out"):
+    with pytest.raises(ValueError, match=r"moe_not_yet_known=8 is unknown to moe-plugin.*Leave it "
+                                         r"out \(the default is (None|3|\[\])\)"):
         translate(config, {})
 
 
@@ -141,7 +141,7 @@ def test_a_default_that_is_made_is_no_setting_without_effect() -> None:
 
 def test_an_argument_of_a_newer_megatron_is_refused() -> None:
     refuse_unknown_arguments({"num_experts": None, "lr": None}, {"num_experts": 8, "lr": 0.1})
-    with pytest.raises(ValueError, match="moe_new_flag=True is unknown .* must be False"):
+    with pytest.raises(ValueError, match="moe_new_flag=True is unknown .* default is False"):
         refuse_unknown_arguments({"moe_new_flag": False}, {"moe_new_flag": True})
 
 
@@ -248,15 +248,15 @@ def test_overrides_need_no_file() -> None:
      "of this script; did you mean num_layers"),
     (("megatron.num_layer=4",), "", "megatron.num_layer of .* did you mean num_layers"),
     (("router.fp23=true",), "", "unknown key 'router.fp23'; did you mean router.fp32"),
-    (("router.top_k=1",), "", "router.top_k='1' is set by Megatron's own argument.*"
+    (("router.top_k=1",), "", "router.top_k='1' cannot be set here, because Megatron has.*"
      "--moe-router-topk"),
-    ((), "megatron: {moe_router_noise: 0.1}", "is a setting of moe-plugin: write it as "
-     "router.noise beside the section"),
+    ((), "megatron: {moe_router_noise: 0.1}", "is a setting of moe-plugin. Write it as "
+     "router.noise outside the section"),
     ((), "megatron: [num_layers]", "must be a mapping of Megatron's arguments"),
     ((), "megatron: {swiglu: 3}", "megatron.swiglu.*=3 must be true or false"),
-    ((), "megatron: {lr: {a: 1}}", "must be a value or a list"),
+    ((), "megatron: {lr: {a: 1}}", "must be a single value or a list"),
     (("--yaml-cfg", "x.yaml"), "", "--yaml-cfg cannot be used with moe-plugin's launcher.*section "
-     "megatron of a file")])
+     "megatron of a YAML file")])
 def test_what_cannot_be_read_is_named(words: tuple[str, ...], text: str, error: str,
                                       tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=error):

@@ -69,7 +69,7 @@ def test_a_published_launch_script_needs_no_change(data: str) -> None:
     [(record, said)] = on_ranks(1, _run, argv)
     assert set(record["balance"]) == {"layer2"}
     assert {"seq_load_balancing_loss", "load_balancing_loss"} <= set(record["aux_losses"])
-    [line] = [text for text in said if text.startswith("left out, because this run is on CPU")]
+    [line] = [text for text in said if text.startswith("arguments ignored on CPU, because")]
     for name in ("--moe-permute-fusion", "--moe-token-dispatcher-type flex",
                  "--attention-backend fused", "--distributed-backend nccl"):
         assert name in line
@@ -100,7 +100,7 @@ WRONG = {
     "few positions": (["--max-position-embeddings", "8"],
                       ("max_position_embeddings (8)", "32")),
     "a coefficient too many": (["--moe-aux-loss-coeff", "0.01", "0.001"],
-                               ("moe_aux_loss_coeff=[0.01, 0.001]", "must be 1", "'aux_loss'")),
+                               ("moe_aux_loss_coeff=[0.01, 0.001]", "needs 1", "'aux_loss'")),
     "a coefficient too few": (["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss",
                                "--moe-aux-loss-coeff", "0.01"],
                               ("moe_aux_loss_coeff", "moe_router_load_balancing_type")),
@@ -138,7 +138,7 @@ def test_a_list_of_layers_is_written_in_brackets(capsys: pytest.CaptureFixture[s
     parser.add_argument("--moe-layer-freq", type=int)
     with pytest.raises(SystemExit):
         parser.parse_args(["--moe-layer-freq", "0,1,0,1"])
-    assert "write a list of layers as '[0,1,0,1]'" in capsys.readouterr().err
+    assert "write the list of layers as '[0,1,0,1]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("local", "said"), [(None, True), ("0", True), ("1", False)])
@@ -170,7 +170,7 @@ def test_other_learned_positions_than_saved_are_refused() -> None:
 
     saved = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
     mine = {**saved, "max_position_embeddings": 32}
-    with pytest.raises(ValueError, match="has max_position_embeddings=64, this run has .*=32;"):
+    with pytest.raises(ValueError, match="has max_position_embeddings=64, but this run has .*=32"):
         check_settings("saved", saved, mine)
     turned = {"position_embedding_type": "rope"}
     check_settings("saved", {**saved, **turned}, {**mine, **turned})

@@ -240,7 +240,7 @@ def test_parallel_sizes_above_the_ranks_end_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(("decay", "start", "words", "others"), [
-    (2, 0.0, "use more --train-iters", "--override"), (9, -1.0, "must be true", "--train-iters")])
+    (2, 0.0, "Increase --train-iters", "--override"), (9, -1.0, "must be true", "--train-iters")])
 def test_remedies_of_schedules_are_those_of_the_cause(decay: int, start: float, words: str,
                                                       others: str) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -264,7 +264,7 @@ def test_helpers_are_compiled_for_this_python(tmp_path: Path,
         with pytest.raises(ValueError, match="need make and a C"):
             settings.compile_helpers(tmp_path)
     else:
-        with pytest.raises(ValueError, match=r"cannot be compiled for this Python: .*; install"):
+        with pytest.raises(ValueError, match=r"cannot be compiled for this Python: .*\. Install"):
             settings.compile_helpers(tmp_path)
         (tmp_path / "Makefile").write_text("LIBEXT = .other\nall:\n\ttouch helpers_cpp$(LIBEXT)\n")
         settings.compile_helpers(tmp_path)

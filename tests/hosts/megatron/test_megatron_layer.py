@@ -305,9 +305,9 @@ REFUSED = {
     "offloaded experts": (
         {"fine_grained_activation_offloading": True,
          "offload_modules": ["core_attn", "fused_group_mlp"]}, {},
-        ("offload_modules contains ['fused_group_mlp']", "remove them")),
+        ("offload_modules contains ['fused_group_mlp']", "Remove these modules")),
     "newer graphs": ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]}, {},
-                     ("['attn', 'moe']", "'attn' alone")),
+                     ("['attn', 'moe']", "'attn', or")),
     "activation": ({"activation_func": torch.tanh}, {}, ("activation_func=", "gelu, silu")),
     "virtual stages over two ranks": (
         {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, {},
@@ -420,7 +420,7 @@ def test_swap_moe_needs_an_moe_layer() -> None:
 
     from moe_plugin.hosts.megatron.spec import swap_moe
 
-    with pytest.raises(ValueError, match="no MoE layer found"):
+    with pytest.raises(ValueError, match="No MoE layer found"):
         swap_moe(get_gpt_layer_local_spec())
 
 
@@ -447,10 +447,10 @@ def _stored(case: Case, store: str, folder: Path) -> None:
     layer.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(layer.eval()(x)[0], resident(x)[0])
-    with pytest.raises(ValueError, match=f"experts.store={store} does not fit training"):
+    with pytest.raises(ValueError, match=f"experts.store={store} cannot be used for training"):
         layer.train()(x)
     if store == "disk":
-        with pytest.raises(ValueError, match="must be a .safetensors file"):
+        with pytest.raises(ValueError, match="Use a .safetensors file"):
             stored(folder)
 
 

@@ -72,7 +72,7 @@ def test_weights_of_another_replica_are_not_saved_in_silence(
     made.taken[3] = 5
     made.run = Run([_Replaced()])
     made.around_save({"iteration": 4}, lambda: saves.append(4))
-    assert not saves and "iteration 4 is written: weights are those of iteration 6" in caplog.text
+    assert not saves and "iteration 4 is written, because weights of iteration 6" in caplog.text
 
 
 def test_a_lost_step_is_not_one_that_was_skipped() -> None:
@@ -284,18 +284,18 @@ def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_pa
                  "--train-iters"]
     first = _said([*arguments, "3"], tmp_path)
     assert _steps(first) == [1, 2, 3]
-    assert first.count(f"all 3 iterations are made; losses and balance: {save}/log.jsonl") == 1
+    assert first.count(f"all 3 iterations are done; losses and balance: {save}/log.jsonl") == 1
     log = stopped([*PROGRAM, *arguments, "100000"], "iteration       12/", tmp_path / "log",
                   environment())
     _check_beginning(log.partition("death signal")[0].splitlines(), save)
     [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {save}; "
-                                 "the same command goes on$", log, re.M)
+                                 "the same command resumes the run$", log, re.M)
     assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
     assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
     before = {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")}
     lines = _said([*arguments, "7"], tmp_path)
-    assert f"the run of {save} is finished: it has {saved} of --train-iters 7; a larger number " \
-        "goes on" in lines
+    assert f"the run in {save} is finished: {saved} of --train-iters 7 iterations are done. Use " \
+        "a larger --train-iters to continue." in lines
     assert {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")} == before
 
 
@@ -314,9 +314,9 @@ def _steps(lines: list[str]) -> list[int]:
 def _check_beginning(lines: list[str], save: Path) -> None:
     """Of a run from iteration 3 on."""
     assert not [line for line in lines if "Apex" in line or "transformer-engine" in line]
-    assert lines.count(f"goes on from iteration 3, of {save}") == 1
+    assert lines.count(f"continuing from iteration 3 of {save}") == 1
     (first,) = (line for line in lines if line.startswith("first step: "))
-    assert re.search(r"tokens/s; 99,?996 steps left, .* if all take as long$", first), first
+    assert re.search(r"tokens/s; 99,?996 steps left, .* at this speed$", first), first
     steps = _steps(lines)
     assert steps == list(range(4, 4 + len(steps)))
 

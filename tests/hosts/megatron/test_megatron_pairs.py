@@ -153,9 +153,9 @@ def test_one_layer_of_tutel_becomes_no_model(to: str, models: dict[str, Path], t
 
 
 @pytest.mark.parametrize(("model", "origin", "to", "why"), [
-    *(("decoder", origin, to, f"does not become '{to}'")
+    *(("decoder", origin, to, f"cannot be converted to '{to}'")
       for origin in DECODERS for to in (*GATED, "tutel")),
-    *(("mixtral", origin, to, "were removed: commit") for origin in GATED for to in DECODERS),
+    *(("mixtral", origin, to, "were removed; commit") for origin in GATED for to in DECODERS),
     *(("mixtral", origin, "tutel", "Tutel's layer has no counterpart") for origin in GATED)])
 def test_what_the_other_format_cannot_hold_is_named(
         model: str, origin: str, to: str, why: str, models: dict[str, Path], tmp_path: Path,

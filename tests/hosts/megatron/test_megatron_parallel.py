@@ -290,17 +290,17 @@ MISFITS = {
                                     "expert_tensor_parallel_size=2", "parallel.replicas=2 (Parm)")),
     "experts on a part": (2, Case(
         tp=2, etp=1), PPMOE, ("'index_slice'", "expert_tensor_parallel_size=2",
-                              "nearest with these groups is dispatch.name='ragged'")),
+                              "nearest setting for these groups is dispatch.name='ragged'")),
     "native router": (2, replace(TP2, native={"moe_router_dtype": "fp64"}), PPMOE,
-                      ("'index_slice'", "moe_router_dtype=fp64", "leave that setting out")),
+                      ("'index_slice'", "moe_router_dtype=fp64", "Leave that setting out")),
     "tuned": (2, TP2, {**PPMOE, "parallel.mode": "auto"}, ("'index_slice'", "'fixed'")),
     "overlap": (2, TP2, {**PPMOE, "parallel.d": 2},
                 ("parallel.d=2", "'index_slice'", "use 1")), "other replicas": (2, TP2, {
                     "parallel.replicas": 4
                 }, ("parallel.replicas=4", "tensor_model_parallel_size=2",
-                    "the nearest is 2")), "replicas without tensor parallelism": (2, Case(ep=2), {
+                    "value is 2")), "replicas without tensor parallelism": (2, Case(ep=2), {
                         "parallel.replicas": 2
-                    }, ("parallel.replicas=2", "tensor_model_parallel_size=1", "the nearest is 1")),
+                    }, ("parallel.replicas=2", "tensor_model_parallel_size=1", "value is 1")),
     "replicas on a part": (2, Case(
         tp=2, etp=1), PARM[0], ("parallel.replicas=2", "a multiple of 2", "parallel.replicas=1")),
     "replicas and sequence parallel": (2, replace(

@@ -67,7 +67,7 @@ def test_a_script_without_the_seam_is_refused_by_name(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(script, "training_module", lambda name: ModuleType(name))
     script.check_seam(PipelineConfig())
-    with pytest.raises(ValueError, match="must be '1f1b' with this Megatron.*get_forward_backward"):
+    with pytest.raises(ValueError, match="is not supported by this Megatron.*get_forward_backward"):
         script.check_seam(PipelineConfig(schedule="eager-1f1b"))
 
 
@@ -79,7 +79,7 @@ def test_graphs_are_refused(made_by: str) -> None:
     schedule: Any = EagerSchedule.__new__(EagerSchedule)
     schedule.settings = PipelineConfig(schedule="eager-1f1b")
     EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl="none"))
-    with pytest.raises(ValueError, match=f"cuda_graph_impl='{made_by}': must be 'none'"):
+    with pytest.raises(ValueError, match=f"cuda_graph_impl='{made_by}', which must be 'none'"):
         EagerSchedule.check(schedule, {}, SimpleNamespace(cuda_graph_impl=made_by))
 
 
@@ -261,7 +261,7 @@ def test_auto_measures_and_takes_what_fits(data: str) -> None:
         assert profile.transport == "gloo" and min(profile.activation_bytes) > 2**16
         assert min([*profile.forward_s, *profile.backward_s, profile.transfer_s]) > 0
     for message in on_ranks(2, refusal, [*auto, "1KiB"]):
-        assert "memory_bytes=1024 is too little" in message
+        assert "memory_bytes=1024 is too small" in message
 
 
 @pytest.mark.distributed
@@ -450,8 +450,8 @@ def test_what_does_not_leave_weights_is_refused() -> None:
     plain = torch.nn.Linear(2, 2)
     check_split([plain], SimpleNamespace(gradient_accumulation_fusion=False))
     for model, fused, message in (
-            (plain, True, "gradient_accumulation_fusion=True: must be off"),
-            (torch.nn.Sequential(Engine(2, 2)), False, "'Engine': must be one of Megatron's own")):
+            (plain, True, "gradient_accumulation_fusion=True, which must be off"),
+            (torch.nn.Sequential(Engine(2, 2)), False, "'Engine', which must be one of")):
         with pytest.raises(ValueError, match=f"pipeline.delay_weights=True.*{message}"):
             check_split([model], SimpleNamespace(gradient_accumulation_fusion=fused))
     with pytest.raises(ValueError, match="pipeline.delay_weights=True.*eager-1f1b"):

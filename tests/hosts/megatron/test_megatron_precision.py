@@ -154,7 +154,7 @@ def test_experts_follow_a_recipe(recipe: str, chosen: str, precision: str) -> No
         native = config(fp8=chosen, fp8_recipe=value, moe_router_padding_for_quantization=True)
         assert followed(native) == {"precision": precision}
         assert followed(native, **{"experts.precision": "nvfp4"}) == {"precision": "nvfp4"}
-        [said] = [line for line in translate(native, {}).notices if "few bits" in line]
+        [said] = [line for line in translate(native, {}).notices if "low-precision" in line]
         assert said.endswith(f"experts.precision={precision}")
 
 

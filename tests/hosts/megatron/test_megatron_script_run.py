@@ -55,8 +55,8 @@ def test_a_run_shows_megatrons_log_and_our_lines(quiet_run: tuple[list[str], Pat
     lines, folder = quiet_run
     steps = [line for line in lines if re.search(r"iteration +\d/ +5 .* lm loss: ", line)]
     assert len(steps) == 5  # Megatron's, and no others
-    assert f"all 5 iterations are made; losses and balance: {folder}/log.jsonl" in lines
-    assert sum("left out, because this run is on CPU" in line and "--moe-permute-fusion" in line
+    assert f"all 5 iterations are done; losses and balance: {folder}/log.jsonl" in lines
+    assert sum("arguments ignored on CPU, because" in line and "--moe-permute-fusion" in line
                and "--transformer-impl transformer_engine (local)" in line for line in lines) == 1
     assert any("validation loss at iteration 4" in line for line in lines)
     assert any(line.startswith("first step: ") for line in lines)
@@ -72,7 +72,7 @@ def test_the_log_has_every_step_and_rows_that_do_not_fit_are_repeated(
         quiet_run: tuple[list[str], Path], tmp_path: Path) -> None:
     """The losses are those of native Megatron's line in a run without a bound."""
     lines, folder = quiet_run
-    assert any("its bound is larger now, and it is repeated" in line for line in lines)
+    assert any("the bound was raised, and the step is repeated" in line for line in lines)
     plain = train(2, *EP2, "--log-file", str(tmp_path / "plain.jsonl"))
     for path in (folder / "log.jsonl", tmp_path / "plain.jsonl"):
         seen = by_step(path)
@@ -106,11 +106,11 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_where_it_stoppe
     log = stopped(command, "iteration       12/", tmp_path / "log", {
         **os.environ, "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), ROOT])})
-    assert f"{damaged.name} has another checksum than when it was written" in log
+    assert f"the checksum of {damaged.name} has changed since the file was written" in log
     assert f"Training resumes from the older checkpoint {folder}/iter_0000004" in log
-    assert f"goes on from iteration 4, of {folder}" in log
+    assert f"continuing from iteration 4 of {folder}" in log
     [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {folder}; "
-                                 "the same command goes on$", log, re.M)
+                                 "the same command resumes the run$", log, re.M)
     assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
     assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
 

@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused_by_name(further: list[str], said: str) -> 
 def test_arguments_of_megatrons_own_parser_are_refused_by_name(name: str, value: Any) -> None:
     args = _arguments()
     setattr(args, name, value)
-    with pytest.raises(ValueError, match=f"{name}={value} with stages of unequal layout"):
+    with pytest.raises(ValueError, match=f"{name}={value} cannot be used with stages of"):
         stages_of(args, 4)
 
 

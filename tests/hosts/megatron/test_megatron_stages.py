@@ -97,5 +97,5 @@ def test_what_cannot_be_cut_into_steps_is_refused() -> None:
     }
     for messages in on_ranks(2, _refusals, list(every.values())):
         for name, message in zip(every, messages, strict=True):
-            assert f"does not fit {name}: must be" in message
-            assert "set one of the two otherwise" in message
+            assert f"does not fit {name}: {name.split('=')[0]} must be" in message
+            assert "or turn the overlap off" in message

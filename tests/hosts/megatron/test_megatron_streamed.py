@@ -122,9 +122,9 @@ def test_a_checkpoint_of_other_settings_is_named(data: str, tmp_path: Path) -> N
     argv = [*UNTIED, "--weights-on", "host", "--moe-activation-path", str(tmp_path),
             "--data-path", data, "--train-iters"]
     assert on_ranks(1, refusal, [*argv, "1", "--save", saved]) == [""]
-    for more, said in ((["--optimizer", "sgd"], "has optimizer='AdamW', this run has optimizer="
+    for more, said in ((["--optimizer", "sgd"], "has optimizer='AdamW', but this run has optimizer="
                         "'SGD'"), (["--norm-epsilon", "0.1"], ""),
-                       (["--add-qkv-bias"], "has add_qkv_bias=False, this run"),
+                       (["--add-qkv-bias"], "has add_qkv_bias=False, but this run"),
                        (["--optimizer", "sgd", "--skip-train"], "")):
         [found] = on_ranks(1, refusal, [*argv, "2", *more, "--load", saved])
         assert said in found and bool(said) == bool(found), found
@@ -182,8 +182,8 @@ def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 4}
     [found] = on_ranks(1, _refused_by_name, {
         **sizes, **dict.fromkeys([*names, "gradient_accumulation_fusion"], True)})
-    said = ["--pipeline-model-parallel-size 2 in Megatron: use 1: a rank computes all layers",
-            "--context-parallel-size 4 in Megatron: use 1: share a sequence by"]
+    said = ["--pipeline-model-parallel-size 2 in Megatron: use 1, because a rank computes all",
+            "--context-parallel-size 4 in Megatron: use 1, because sequences"]
     said += ["--" + name.replace("_", "-") for name in names]
     for message, part in zip(found, [*said, "--no-gradient-accumulation-fusion"], strict=True):
         assert part in message
@@ -192,7 +192,7 @@ def test_arguments_of_megatrons_own_parser_are_refused_by_name() -> None:
 @pytest.mark.parametrize(("more", "message"), [
     (["--moe-pre-gate", "1"], "router.pre_gate"),
     (["--moe-router", "hash", "--moe-hash-vocabulary", "257"],
-     "router hash .* do not see token ids"),
+     "router hash .* do not receive token ids"),
     (["--moe-activations", "swap"], "offload.activations=swap"),
     (["--moe-lighthouse", "http://a:1"], "--moe-lighthouse without --moe-average-every"),
     (["--moe-average-every", "5"], "--moe-average-every 5 without --moe-lighthouse"),
@@ -286,4 +286,4 @@ def test_what_does_not_fit_is_refused_of_activations(data: str) -> None:
     assert "does not fit Megatron's recompute_granularity" in message
     [message] = on_ranks(1, refusal, [
         *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "keep,swap,keep"])
-    assert "has 3 names, and the model 2 layers" in message
+    assert "has 3 policies, but the model has 2 layers" in message

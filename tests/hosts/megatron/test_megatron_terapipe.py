@@ -152,7 +152,7 @@ def test_adam_and_bf16_are_as_near_as_under_1f1b(sizes: list[str], narrow: list[
 
 REFUSED = {
     "lengths that sum to seq_length=32": ["--pipeline-slices", "16,8"],
-    "or how many equal ones": ["--pipeline-slices", "33"],
+    "or the number of equal slices": ["--pipeline-slices", "33"],
     "router.pre_gate=1.*recompute": ["--pipeline-slices", "2", "--moe-pre-gate", "1", *RECOMPUTE],
     "virtual stages.*=2": ["--pipeline-slices", "2", "--num-layers", "4",
                            "--num-virtual-stages-per-pipeline-rank", "2"],

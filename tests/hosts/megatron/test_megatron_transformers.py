@@ -96,7 +96,7 @@ def test_a_dense_checkpoint_of_megatron_becomes_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "named"), [
-    ("olmoe", "clip_qkv=4.0"), ("olmoe, no clip", "q_norm.weight is of all heads"),
+    ("olmoe", "clip_qkv=4.0"), ("olmoe, no clip", "q_norm.weight covers all heads"),
     ("mixtral", "window=24"), ("deepseek_v3", "latent="), ("deepseek_v2", "latent="),
 ])
 def test_what_megatron_cannot_hold_is_named(kind: str, named: str, tmp_path: Path,

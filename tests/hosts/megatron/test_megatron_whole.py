@@ -146,7 +146,7 @@ def _alone() -> str:
 
 def test_delayed_gradients_need_the_schedule_that_takes_them() -> None:
     for message in on_ranks(2, _alone):
-        assert message.startswith("delay_wgrad_compute=True does not fit a whole call")
+        assert message.startswith("delay_wgrad_compute=True cannot be used when an MoE layer")
 
 
 def test_packed_sequences_equal_native() -> None:
@@ -187,9 +187,9 @@ def test_packed_documents_do_not_see_each_other(mask: str) -> None:
 WINDOW = {"window_size": (4, 0)}
 REFUSED: dict[str, tuple[int, dict[str, Any], bool]] = {
     "window_size=(4, 0) with context_parallel_size=2": (2, WINDOW, False),
-    "window_size=(4, 0) with packed sequences needs Transformer Engine": (1, WINDOW, True),
-    "packed sequences with context_parallel_size=2 need Transformer Engine": (2, {}, True),
-    "attention_mask [1, 1, 8, 8] must be [batch, 1, 8, 16]": (2, {}, False)}
+    "window_size=(4, 0) with packed sequences needs the attention of": (1, WINDOW, True),
+    "Packed sequences with context_parallel_size=2 need the attention of": (2, {}, True),
+    "attention_mask has shape [1, 1, 8, 8], but must have shape [batch": (2, {}, False)}
 
 
 def _refused() -> list[str]:
@@ -252,9 +252,9 @@ def _messages() -> list[str]:
 def test_layouts_that_nothing_follows_are_refused_by_name() -> None:
     [messages] = on_ranks(1, _messages)
     for message, start in zip(messages, (
-            "pipeline.schedule='eager-1f1b' does not fit virtual stages",
-            "pipeline.schedule='terapipe' does not fit virtual stages",
-            "pipeline_model_parallel_layout=Et|tL with stages of unequal layout: must be left out",
+            "pipeline.schedule='eager-1f1b' does not support virtual stages",
+            "pipeline.schedule='terapipe' does not support virtual stages",
+            "pipeline_model_parallel_layout=Et|tL cannot be used with stages of different layouts",
             "use_megatron_fsdp=True is not supported",
             "hybrid_context_parallel=True is not supported",
             "Megatron-FSDP around moe-plugin's MoE layer is not supported"), strict=True):

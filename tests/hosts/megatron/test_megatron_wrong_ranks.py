@@ -129,15 +129,15 @@ def test_workers_of_several_ranks(blocks: list[str], outvoted: list[int], data: 
 
 
 UNGUARDED = [
-    (["--moe-votes", "4"], "odd and >= 3"), (VOTES, "copies=3 must be <= 2 workers"),
-    ([*VOTES, *EP2], "copies=3 must be <= 1 workers"),
-    ([*VOTES, *PP2], "give --untie-embeddings-and-output-weights"),
+    (["--moe-votes", "4"], "odd and >= 3"), (VOTES, "larger than the number of workers, 2"),
+    ([*VOTES, *EP2], "larger than the number of workers, 1"),
+    ([*VOTES, *PP2], "use --untie-embeddings-and-output-weights"),
     ([*VOTES, "--context-parallel-size", "2"], "--context-parallel-size"),
     ([*VOTES, "--use-distributed-optimizer"],
-     "what one rank updates for all cannot be voted on"),
-    ([*VOTES, "--moe-router", "sigmoid_bias"], "this is not voted on"),
+     "ranks cannot vote on parameters that only one rank"),
+    ([*VOTES, "--moe-router", "sigmoid_bias"], "not voted on"),
     ([*VOTES, "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"],
-     "follow loads that every rank reports"),
+     "follow the loads that every rank reports"),
     ([*VOTES, "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size"),
     (["--moe-check-twins", "2", *EP2], "no two of 2 ranks store the same experts"),
     (["--moe-check-twins", "2", "--pipeline-model-parallel-size", "2"],

@@ -118,8 +118,8 @@ def test_lora_on_two_ranks_in_every_layout(settings: dict[str, Any]) -> None:
 
 @pytest.mark.distributed
 def test_what_others_compute_is_refused() -> None:
-    with pytest.raises(AssertionError, match="ParamWrapper in the place of a layer's experts does "
-                       "not fit parallel.spill='least_loaded'.*merge the adapter"):
+    with pytest.raises(AssertionError, match="ParamWrapper cannot stand in for the experts of a "
+                       "layer together with parallel.spill='least_loaded'.*Merge the adapter"):
         run_gloo(2, run_ranks, {"spill": "least_loaded"})
 
 
@@ -141,9 +141,10 @@ def run_saved(folder: str) -> tuple[str, str]:
 def test_what_has_no_answer_on_two_ranks_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     for unsaved, undivided in run_gloo(2, run_saved, str(tmp_path / "saved")):
-        assert "ParamWrapper stands in the place of the experts of layer" in unsaved
+        assert "ParamWrapper replaces the experts of layer" in unsaved
         assert "merge_and_unload" in unsaved and "spread over 2 ranks" in unsaved
-        assert "only experts' are trained" in undivided and "reduce_experts(model)" in undivided
+        assert "only experts of this model are trainable" in undivided
+        assert "reduce_experts(model)" in undivided
     assert not (tmp_path / "saved").exists()
 
 

@@ -45,7 +45,7 @@ def test_beside_the_gpu(tmp_path: Path) -> None:
     bound = [plan(i, 4, ids, set(range(16)), sysfs) for i in range(4)]
     assert [b.node for b in bound] == [0, 1, 0, 1]
     assert [b.cpus for b in bound] == [(0, 1, 2, 3), (8, 9, 10, 11), (4, 5, 6, 7), (12, 13, 14, 15)]
-    assert "of its GPU 0000:8b:00.0; 2 rank(s) share NUMA node 1 with 8 processors" in bound[
+    assert "NUMA node of GPU 0000:8b:00.0; 2 rank(s) share NUMA node 1 with 8 processors" in bound[
         3].why
 
 
@@ -72,9 +72,9 @@ def test_only_allowed_processors_and_more_ranks_than_processors(tmp_path: Path) 
 def test_place_from_launchers() -> None:
     assert local_place({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == (1, 4)
     assert local_place({"SLURM_LOCALID": "2", "SLURM_NTASKS_PER_NODE": "8"}) == (2, 8)
-    with pytest.raises(ValueError, match="the local rank of this process is not known"):
+    with pytest.raises(ValueError, match="the local rank of this process is unknown"):
         local_place({})
-    with pytest.raises(ValueError, match="local rank 4 of 4"):
+    with pytest.raises(ValueError, match="local rank 4 is out of range for 4"):
         plan(4, 4)
 
 
@@ -159,5 +159,5 @@ def test_several_launchers_share_a_machine(tmp_path: Path, monkeypatch: pytest.M
         for rank in range(2):
             bind(rank, 2, sysfs, first, 4)
     assert bound == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    with pytest.raises(ValueError, match="has no devices/system.*use /sys"):
+    with pytest.raises(ValueError, match="has no folder devices/system.*Use /sys"):
         bind(0, 1, tmp_path / "none")

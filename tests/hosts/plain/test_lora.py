@@ -174,25 +174,25 @@ def test_16_bits_under_autocast_and_dropout() -> None:
 @pytest.mark.fast
 def test_what_has_no_answer_is_refused() -> None:
     for settings, said in (
-            ({"rank": 0}, "rank=0 must be >= 1"), ({"experts": [4]}, "4 must be in 0..3"),
-            ({"rank_pattern": {"first.*": -1}}, "rank_pattern=.*-1 must be >= 0"),
+            ({"rank": 0}, "rank=0 must be >= 1"), ({"experts": [4]}, "4, but layer .* 0..3"),
+            ({"rank_pattern": {"first.*": -1}}, "rank_pattern=.*-1, but ranks must be >= 0"),
             ({"targets": "down"}, "targets='down' must be a list of gate_up, down"),
             ({"experts": []}, "leaves no expert with an adapter")):
         with pytest.raises(ValueError, match=said):
             add_lora(MoEBlock(8, num_experts=4), **settings)
     with pytest.raises(ValueError, match="Linear has no MoELayer.*swap_moe_blocks"):
         add_lora(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="has StoredExperts as experts.*experts.store=device"):
+    with pytest.raises(ValueError, match="of the type StoredExperts.*experts.store=device"):
         add_lora(MoEBlock(8, num_experts=4, experts={"store": "host"}))
     with pytest.raises(ValueError, match="no experts with adapters.*add_lora"):
         merge_lora(Model(LocalComm()))
     model = adapted(LocalComm())
-    with pytest.raises(ValueError, match="has adapters already.*merge_lora"):
+    with pytest.raises(ValueError, match="already has adapters.*merge_lora"):
         add_lora(model)
     with pytest.raises(ValueError, match="not merged.*keep=True"):
         unmerge_lora(model)
     with pytest.raises(ValueError, match="'first' has adapters.*merge_lora"):
         change_expert_parallel(model, None, LocalComm(), LocalComm())
     merge_lora(model, keep=True)
-    with pytest.raises(ValueError, match="are merged.*unmerge_lora"):
+    with pytest.raises(ValueError, match="are already merged.*unmerge_lora"):
         merge_lora(model)

@@ -175,7 +175,7 @@ def test_a_block_that_is_recomputed_alone() -> None:
     block.forward = lambda x: checkpoint(run, x, use_reentrant=False)
     for masks in ((RIGHT,), (LEFT, LEFT.clone())):
         torch.testing.assert_close(grad(ours, *masks), grad(plain, *masks), rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="call backward after each forward pass"):
+    with pytest.raises(ValueError, match="Call backward after each forward pass"):
         grad(ours, RIGHT, LEFT)
 
 
@@ -332,8 +332,8 @@ def test_masks_that_have_no_effect_are_named_once() -> None:
             known(x, ~MIXED, length=6)
             models[1](x, MIXED)
     assert int(block.last.stats.tokens) == 18
-    assert ["a token mask (3, 11) does not fit the input (3, 5, 8)" in lines[0],
-            "Unknown got mask, whose meaning is not known" in lines[1], len(lines)] == [
+    assert ["A token mask of shape (3, 11) does not match the input of shape (3, 5, 8)" in lines[0],
+            "Unknown received the unknown mask mask" in lines[1], len(lines)] == [
                 True, True, 2]
     assert all("MoEBlock.forward(x, token_mask)" in line for line in lines)
     y = block(x, MIXED)

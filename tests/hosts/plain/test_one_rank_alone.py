@@ -20,7 +20,7 @@ CALLS = {
                  r"ended earlier: call model.generate\(..., synced_gpus=True\) on all ranks"),
     "save": (lambda model, folder: model.save_pretrained(folder),
              "call save_pretrained, restore_moe_blocks or full_state on every rank"),
-    "restore": (lambda model, folder: restore_moe_blocks(model), "on every rank, not on rank 0"),
+    "restore": (lambda model, folder: restore_moe_blocks(model), "every rank, not only on rank 0"),
 }
 
 

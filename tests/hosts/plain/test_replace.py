@@ -99,7 +99,7 @@ def test_what_acts_in_training_is_no_feed_forward_module(act: Callable[[Tensor],
     read = read_feed_forward(module)
     assert torch.equal(torch.get_rng_state(), state) and not module.training
     assert (read is not None) == found and module.drop.p == 0.1
-    with pytest.raises(ValueError, match="nn.Dropout alone act"):
+    with pytest.raises(ValueError, match="training-only part except nn.Dropout"):
         replace_ffn(nn.Sequential(nn.Sequential(*module.ffn, nn.Dropout1d(0.1))), match="0")
 
 
@@ -144,7 +144,7 @@ def test_modules_that_share_parameters_are_refused(which: str) -> None:
     for index in (0, 2) if which == "both" else (int(which),):
         two[index].weight = one[index].weight
     model = nn.Sequential(one, two)
-    with pytest.raises(ValueError, match="modules '0' and '1' share parameters.* use one module"):
+    with pytest.raises(ValueError, match="modules '0' and '1' share parameters.* Use the same"):
         replace_ffn(model, num_experts=4)
     assert model[0] is one and model[1] is two
     assert replace_ffn(model, num_experts=4, match="1") == ["1"]
@@ -191,7 +191,7 @@ def test_match_takes_a_pattern_or_a_function() -> None:
     assert replace_ffn(stack(), 4, match=r"[02]\.ffn") == ["0.ffn", "2.ffn"]
     assert replace_ffn(stack(), 4, match=lambda name, module: name == "1.ffn") == ["1.ffn"]
     model = stack()
-    with pytest.raises(ValueError, match=r"'0' \(Block\) matches .* leave it out"):
+    with pytest.raises(ValueError, match=r"'0' \(Block\) matches .* Exclude the module"):
         replace_ffn(model, 4, match=r"\d")
     with pytest.raises(ValueError, match="no feed-forward module to replace with match='ffn'"):
         replace_ffn(model, 4, match="ffn")
@@ -262,9 +262,9 @@ def test_transformers_write_and_read_replaced_models(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("model", "every", "words"), [
-    (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1, "give the model that holds it"),
+    (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1, "a model that contains it"),
     (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), 1,
-     "put them into one of their own"),
+     "wrap them in their own nn.Sequential"),
     (nn.TransformerEncoderLayer(8, 2, 16, device="meta"), 1, "this model is on the meta device"),
     (stack(), 9, "it has fewer than 9"),
 ])
@@ -292,7 +292,7 @@ def test_a_layer_takes_names_and_dicts() -> None:
     assert MoELayer(16, router={"name": "cosine", "top_k": 1}).config.router.top_k == 1
     with pytest.raises(ValueError, match=r"router.top_k is given twice"):
         MoELayer(16, router={"top_k": 1}, top_k=2)
-    with pytest.raises(ValueError, match="router='switch' beside a whole MoEConfig"):
+    with pytest.raises(ValueError, match="router='switch' is given together with a whole MoE"):
         MoELayer(named_config(16), router="switch")
     with pytest.raises(ValueError, match="router.top_k=9 .* <= num_experts=8"):
         MoELayer(16, top_k=9)

@@ -40,7 +40,7 @@ def read_before() -> object:
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "no experts to take losses of": (lambda: auxiliary_loss(dense()), "Sequential has no MoEBlock"),
     "a layer in no block": (lambda: auxiliary_loss(nn.Sequential(MoELayer(4, num_experts=2))),
-                            r"layer '0' is a MoELayer in no MoEBlock.*weighted_loss"),
+                            r"layer '0' is a MoELayer outside of any MoEBlock.*weighted_loss"),
     "weights of other losses": (
         lambda: weighted_loss({"gshard": torch.ones(())}, {"gshrad": 0.1}),
         "weights of gshrad fit none of the losses gshard: must be of one at least"),
@@ -50,14 +50,14 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: optimizer_groups(frozen(), 0.1, expert_lr=0.2), "expert_lr=0.2.*requires_grad_"),
     "settings beside a layer": (
         lambda: MoEBlock(MoELayer(4, num_experts=2), num_experts=8),
-        "num_experts beside a layer that is built: give it to the layer"),
+        "num_experts was passed together with a layer .*Pass it to the layer"),
     "a group beside a layer": (lambda: MoEBlock(MoELayer(4, num_experts=2), LocalComm()),
-                               "comm beside a layer that is built"),
-    "no step to end": (lambda: finish_step(dense()), "Sequential has no MoE layer whose step ends"),
+                               "comm was passed together with a layer"),
+    "no step to end": (lambda: finish_step(dense()), "found no MoE layer in Sequential"),
     "parameters that were read before": (
-        read_before, "got none.*a new model.parameters.. each time"),
+        read_before, "got none.*call model.parameters.. again"),
     "a model for its parameters": (lambda: clip_grad_norm_(dense(), 1.0),
-                                   "got Linear: must be tensors"),
+                                   "got Linear; pass tensors"),
     "a unit of another model": (
         lambda: fully_shard_model(dense(), units=dense().children()), "a Linear that is not in"),
 }

@@ -59,7 +59,7 @@ def test_torchs_own_sharding_is_refused_around_experts_of_other_ranks() -> None:
             assert "moe_plugin.fully_shard_model(model)" in said[name]
         assert said["ours"] == said["experts on every rank"] == "fine"
         for name in ("DDP twice", "both"):
-            assert "are reduced behind backward already" in said[name]
+            assert "are already reduced during backward" in said[name]
 
 
 def expert_gradients(module: nn.Module, inner: nn.Module) -> torch.Tensor:

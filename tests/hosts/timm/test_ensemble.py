@@ -87,9 +87,9 @@ def test_features_are_shared_after_any_module() -> None:
     torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
     model.train()
     assert not torch.allclose(model(x), model(x))  # drawn
-    with pytest.raises(ValueError, match="ensemble_share_after=patch_embed .*layers.1 only"):
+    with pytest.raises(ValueError, match="share_after=patch_embed .*at ensemble_from=layers.1"):
         build_ensemble(SMALL, 4, 2, begin="layers.1", share_after="patch_embed", sharing=0.5)
-    with pytest.raises(ValueError, match="ensemble_from=layers.7 is no module"):
+    with pytest.raises(ValueError, match="ensemble_from=layers.7 is not a module"):
         build_ensemble(SMALL, 4, 2, begin="layers.7")
 
 
@@ -181,8 +181,8 @@ def test_a_run_trains_and_is_reported(folder: Path, tmp_path: Path,
     (["--oracle-k", "2"], "--oracle-k has no effect without an ensemble"),
     (["--ensemble-from", "layers.0"], "--ensemble-from has no effect without an ensemble"),
     (["--ensemble-heads", "2", "--oracle-k", "3"], "oracle_k=3 is out of bounds: must be in 1..2"),
-    (["--ensemble-heads", "2", "--ensemble-sharing", "0.5"], "give --ensemble-hidden, or"),
-    (["--ensemble-heads", "2", "--ensemble-share-after", "layers.0"], "give --ensemble-sharing"),
+    (["--ensemble-heads", "2", "--ensemble-sharing", "0.5"], "use --ensemble-hidden, or"),
+    (["--ensemble-heads", "2", "--ensemble-share-after", "layers.0"], "use --ensemble-sharing"),
     (["--ensemble-heads", "2", "--label-smoothing", "0.1"], "label_smoothing=0.1 is out of"),
     (["--label-smoothing", "1.5"], "label_smoothing=1.5 is out of bounds"),
 ])

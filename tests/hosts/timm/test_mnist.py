@@ -47,7 +47,7 @@ def test_every_image_validates_in_one_fold(digits: torch.Tensor, tmp_path: Path)
         assert len(parts[0]) == 16 and not set(parts[0]) & set(parts[1])
         found += parts[1]
     assert sorted(found) == [f"{i:04d}.png" for i in range(20)]
-    with pytest.raises(ValueError, match="fold=5 is out of bounds: must be 0 to 4"):
+    with pytest.raises(ValueError, match="fold=5 is out of bounds: it must be 0 to 4"):
         write_example("mnist", tmp_path / "5", 5)
 
 

@@ -54,11 +54,11 @@ def test_masks_are_cut_like_their_images(masked: Path) -> None:
 
 
 def test_folders_that_do_not_fit(masked: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no images; --task segment needs images"):
+    with pytest.raises(ValueError, match="has no images. --task segment needs images"):
         Masks(tmp_path, 16, training=False, flips=False)
     folder = some(masked, tmp_path / "part", 3) / "val"
     next((folder / "masks").iterdir()).unlink()
-    with pytest.raises(ValueError, match="has no mask; put one of its name"):
+    with pytest.raises(ValueError, match="has no mask. Put a mask with the same name"):
         Masks(folder, 16, training=False, flips=False)
 
 
@@ -129,4 +129,4 @@ def test_a_run_segments(masked: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert sum(found["confidence"]["ensemble"]) == 12 * 256
     assert main(["--data", str(masked), "--out", str(tmp_path / "x"), "--ensemble-heads", "2",
                  "--oracle-unit", "pixel"]) == 2
-    assert "oracle_unit=pixel is out of bounds: must be image with" in capsys.readouterr().err
+    assert "oracle_unit=pixel is out of bounds: it must be image with" in capsys.readouterr().err

@@ -100,8 +100,8 @@ def test_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"window": 3}, "image=16, patch=2, window=3: an image must be"),
-    ({"moe_blocks": ((2,), ())}, "stage 0 has no block 2; it has 2"),
+    ({"window": 3}, "image=16, patch=2 and window=3 do not fit: image must be"),
+    ({"moe_blocks": ((2,), ())}, "block 2 of stage 0, but this stage has only 2"),
 ])
 def test_sizes_that_do_not_fit(change: dict, message: str) -> None:
     from dataclasses import replace
@@ -155,7 +155,7 @@ def test_files_of_ranks_are_read_anywhere(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     model = tiny()
     path = tmp_path / "ckpt.pth"
-    with pytest.raises(CheckpointError, match="there is no .*rank0"):
+    with pytest.raises(CheckpointError, match="neither .*rank0 nor"):
         read_published(model, path)
     file = write_published(model, path)
     state = torch.load(file, weights_only=True)
@@ -163,7 +163,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     broken = dict(state["model"])
     broken["layers.0.blocks.0.attn.qkv.bias"] = torch.zeros(3)  # of the weights that are offered
     torch.save({"model": broken}, file)
-    with pytest.raises(CheckpointError, match="'layers.0.blocks.0.attn.qkv.bias' is in the file"):
+    with pytest.raises(CheckpointError, match="'layers.0.blocks.0.attn.qkv.bias' exists only in"):
         read_published(model, path)
     broken = {**state["model"], "head.bias": torch.zeros(3)}
     torch.save({"model": broken}, file)
@@ -351,7 +351,7 @@ def test_initial_weights_and_evaluation_alone(digits: Path, tmp_path: Path,
     capsys.readouterr()
     # a rate of nearly 0 leaves the weights as they were
     assert run("third", "--init", checkpoint, "--epochs", "1", "--lr", "1e-12") == 0
-    assert f"begins with the weights of {checkpoint}" in capsys.readouterr().out
+    assert f"starts with the weights of {checkpoint}" in capsys.readouterr().out
     assert lines(tmp_path / "third")[-1]["valid_loss"] == pytest.approx(whole["valid_loss"],
                                                                         rel=1e-4)
     assert run("none", "--evaluate") == 2
@@ -386,8 +386,8 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
     capsys.readouterr()
     for images, out, count in (("two", "fewer", 2), ("named", "others", 3)):
         assert run(images, out, *frozen) == 0
-        assert (f"begins with the weights of {checkpoint}; the head begins again, for {count} "
-                "other classes") in capsys.readouterr().out
+        assert (f"starts with the weights of {checkpoint}; the head starts with random weights for "
+                f"{count} other classes") in capsys.readouterr().out
         found = weights(out)
         heads = {"head.fc.weight", "head.fc.bias"}
         assert found["head.fc.weight"].shape == (count, 96)
@@ -396,18 +396,18 @@ def test_initial_weights_of_other_classes(digits: Path, tmp_path: Path,
             if isinstance(first[name], Tensor):
                 torch.testing.assert_close(found[name], first[name])
     assert run("three", "same", *frozen) == 0
-    assert "begins again" not in capsys.readouterr().out
+    assert "random weights" not in capsys.readouterr().out
     torch.testing.assert_close(weights("same")["head.fc.weight"], first["head.fc.weight"])
     # neither an evaluation nor a run that goes on has other classes than its weights
     assert run("two", "none", "--evaluate", "--init", checkpoint) == 2
     assert "'head.fc.weight' has shape (3, 96)" in capsys.readouterr().err
     for more in (["--evaluate", "--init", checkpoint], []):
         assert run("named", "first", *more) == 2
-        assert "is of the classes ['0', '1', '2'], --data" in capsys.readouterr().err
+        assert "was trained on the classes ['0', '1', '2'], but --data" in capsys.readouterr().err
     path = tmp_path / "published"  # whose files have no names of classes
     write_published(build(TINY, 3), path)
     assert run("two", "of files", "--init", str(path), *frozen[2:]) == 0
-    assert "the head begins again, for 2 other classes" in capsys.readouterr().out
+    assert "the head starts with random weights for 2 other classes" in capsys.readouterr().out
 
 
 def _settings(data: Path, out: Path) -> tuple[int, int, str]:
@@ -427,7 +427,7 @@ def test_images_with_masks_are_no_classes(tmp_path_factory: pytest.TempPathFacto
                                           capsys: pytest.CaptureFixture[str]) -> None:
     masked = some(image_folder(tmp_path_factory, "digits-with-masks"), tmp_path / "masked", 2)
     assert main(["--data", str(masked), "--out", str(tmp_path / "out")]) == 2
-    assert re.search("train has images and masks .* use --task segment", capsys.readouterr().err)
+    assert re.search("train has the folders images and .*--task segment", capsys.readouterr().err)
 
 
 def _continues(data: Path, out: Path, rank_out: Path) -> str:
@@ -446,7 +446,7 @@ def test_a_rank_without_the_checkpoint_is_an_error_on_all(digits: Path, tmp_path
     data = few(digits, tmp_path / "few", 2)
     assert main(["--data", str(data), "--out", str(tmp_path / "out"), "--epochs", "1"]) == 0
     first, second = run_gloo(2, _continues, data, tmp_path / "out", tmp_path / "elsewhere")
-    assert "the log of another rank says where" in first and "elsewhere" in second
+    assert "the log of another rank names the file" in first and "elsewhere" in second
 
 
 def test_published_files_are_initial_weights(digits: Path, tmp_path: Path) -> None:

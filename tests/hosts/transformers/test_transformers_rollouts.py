@@ -111,22 +111,22 @@ def test_tokens_without_a_choice_take_the_routers() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     model, tokens = model_of("Mixtral"), torch.arange(5)[None]
-    with pytest.raises(ValueError, match="a pass of 5 tokens"), replay_rollouts(
+    with pytest.raises(ValueError, match="A layer processes 5 tokens"), replay_rollouts(
             model, other_choices(6)):
         model(tokens)
-    with pytest.raises(ValueError, match="have 2 layers, the model here has 0"), replay_rollouts(
+    with pytest.raises(ValueError, match="have 2 layers, but this model has 0"), replay_rollouts(
             torch.nn.Linear(2, 2), other_choices(6)):
         pass
-    with pytest.raises(ValueError, match="had no pass that could replay"), replay_rollouts(
+    with pytest.raises(ValueError, match="no forward pass that could be replayed"), replay_rollouts(
             model, other_choices(5)):
         model.lm_head(torch.zeros(1, 32))
     with replay_rollouts(model, other_choices(5)):
-        with pytest.raises(ValueError, match="one rollout at a time"), replay_rollouts(
+        with pytest.raises(ValueError, match="already replays a rollout"), replay_rollouts(
                 model, other_choices(5)):
             pass
         model(tokens)
     block = model.model.layers[0].mlp
     block.gate.forward = lambda x: (None, torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="called topk of the scores of its 8 experts 0 times"), (
+    with pytest.raises(ValueError, match="called topk on the scores of its 8 experts 0 times"), (
             replay_rollouts(model, other_choices(5))):
         model(tokens)

@@ -67,13 +67,14 @@ FAULTS = {
         Fault(experts=own_group), EXPERTS, "own group only", "EP",  # the same number here
         "missing all-reduce between the replicas"),
     "overwritten": (
-        Fault(experts=last), EXPERTS, "last micro-batch only", "", "overwritten"),
+        Fault(experts=last), EXPERTS, "last micro-batch only", "", "overwrites the gradients"),
     "mean of means": (
-        Fault(**both(means)), EVERY, "mean of means", "", "divide each sum by the tokens of all"),
+        Fault(**both(means)), EVERY, "mean of means", "",
+        "divide each sum by the number of all tokens"),
     "zero": (Fault(dense=lambda c, r, t: 0.0), DENSE, "zero", "", "detached"),
     "recomputed twice": (
         Fault(experts=lambda c, r, t: 1.0 + c.scenario.recompute), EXPERTS, "factor", "2",
-        "computed again in backward"),
+        "recomputed in the backward pass"),
     "a factor of its own": (
         Fault(experts=lambda c, r, t: 0.7), EXPERTS, "factor", "0.7", "are scaled"),
     "ranks with weights": (
@@ -85,7 +86,7 @@ NORMS = {
     "counts an expert twice": lambda c, e, d, own: (2 * e + d)**0.5,
     "counts an expert for each replica": lambda c, e, d, own: (c.replicas * e + d)**0.5,
     "counts an expert for each rank of its group": lambda c, e, d, own: (c.ep * e + d)**0.5,
-    "counts what is no expert for each rank": lambda c, e, d, own: (e + c.ranks * d)**0.5,
+    "counts other parameters for each rank": lambda c, e, d, own: (e + c.ranks * d)**0.5,
     "leaves out the experts": lambda c, e, d, own: d**0.5,
     "not a multiple": lambda c, e, d, own: 0.9 * (e + d)**0.5,
 }
@@ -148,7 +149,7 @@ def test_routing_has_no_near_ties() -> None:
 def test_a_rank_without_tokens_that_ends_early_is_named() -> None:
     steps = [RankStep(0, stuck="all_to_all_single (mine.py:7, moe)"), RankStep(1, 0.0)]
     found = stopped(CASES[0], steps, {1})
-    assert found.pattern == "hang" and "rank 1 (without tokens) left out" in found.cause
+    assert found.pattern == "hang" and "rank 1 (without tokens) did not call" in found.cause
     assert "rank 0 in all_to_all_single (mine.py:7, moe)" in found.example
     alike = [RankStep(r, stuck="barrier (mine.py:7, moe)") for r in range(2)]
     assert "all ranks wait in the same call" in stopped(CASES[0], alike, set()).cause
@@ -166,9 +167,9 @@ def test_places_name_what_does_not_fit() -> None:
     assert name == "w" and where.flatten().tolist() == list(range(16, 32))
     (*_, turned), = places({"w": HeldPart(torch.zeros(8, 4), transposed=True)}, {"w": (4, 8)})
     assert turned.shape == (4, 8)
-    with pytest.raises(ValueError, match=r"shape \(2, 8\) at a place of shape \(4, 8\); give"):
+    with pytest.raises(ValueError, match=r"shape \(2, 8\), but its position .* shape \(4, 8\)"):
         list(places({"w": w}, {"w": (4, 8)}))
-    with pytest.raises(ValueError, match="build returned parts of v; the whole model has w"):
+    with pytest.raises(ValueError, match="build returned parts of v, but the whole model has w"):
         list(places({"v": w}, {"w": (4, 8)}))
 
 

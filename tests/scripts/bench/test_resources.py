@@ -295,7 +295,7 @@ def test_schedules_that_a_gpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch)
             name: why for name, schedule in SCHEDULES.items()
             if (why := no_schedule.__wrapped__(schedule, torch.device("cuda", 0)))}
     assert said["3.2.0", 10] == {
-        "specialized": "Triton 3.2.0 has no specialized warps: needs 3.4"}
+        "specialized": "Triton 3.2.0 has no specialized warps; Triton 3.4 is needed"}
     [(name, why)] = said["3.9.0", 9].items()
     assert name == "specialized" and "has 9.0" in why
     assert not said["3.9.0", 10]

@@ -316,13 +316,13 @@ def test_a_copy_takes_more_groups(copied: Callable[[Any], Any]) -> None:
 @pytest.mark.fast
 def test_what_muon_cannot_do_is_refused() -> None:
     vector, matrix = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(ValueError, match=r"shape \(3,\) is no matrix.*muon=False"):
+    with pytest.raises(ValueError, match=r"shape \(3,\) is not a matrix.*muon=False"):
         ExpertMuon([vector])
     with pytest.raises(ValueError, match="halves='up' must be one of none, concatenated"):
         ExpertMuon([matrix], halves="up")
     with pytest.raises(ValueError, match="momentum=-1 must be >= 0"):
         ExpertMuon([matrix], momentum=-1)
-    with pytest.raises(ValueError, match="betas=.* is no option of Muon"):
+    with pytest.raises(ValueError, match="betas=.* is not an option of Muon"):
         ExpertMuon([matrix], betas=(0.9, 0.9))
     with pytest.raises(ValueError, match="Embedding has no matrix for Muon.*torch.optim.AdamW"):
         muon_groups(nn.Embedding(3, 3), 0.1, 0.1)

@@ -163,7 +163,7 @@ def test_averages_are_those_of_one_process_and_a_peer_joins(tmp_path):
 
 def test_refuses_averages_without_steps_between(tmp_path):
     """By name and bound."""
-    with pytest.raises(ValueError, match="every=0: must be >= 1"):
+    with pytest.raises(ValueError, match="every=0 must be >= 1"):
         StreamedPeer(trainer_of(HostTier("cpu")), "http://127.0.0.1:1", 0, 0)
 
 
@@ -327,7 +327,7 @@ def test_a_folder_without_outer_momentum_says_so(tmp_path, caplog):
     with pytest.raises(ValueError, match="no lighthouse"):
         StreamedPeer(trainer, "http://127.0.0.1:1", 0, EVERY, 0.0, OuterNesterov(),
                      resume=tmp_path / "plain")
-    assert "its momentum begins at zero" in caplog.text
+    assert "its momentum starts at zero" in caplog.text
     with pytest.raises(ValueError, match=r"beside.momentum.weight' has shape \[1, 4\], block 0 "
                                          r"needs \[6, 4\]"):
         StreamedPeer(trainer, "http://127.0.0.1:1", 0, EVERY, 0.0, OuterNesterov(),

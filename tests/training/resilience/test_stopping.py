@@ -35,7 +35,7 @@ print("not here")
 def test_one_line(body: str) -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT.format(body=body)], text=True, timeout=100,
                           capture_output=True, check=False)
-    said = "stopped at step 7, last checkpoint 4 in run; the same command goes on"
+    said = "stopped at step 7, last checkpoint 4 in run; the same command resumes the run"
     lines = [line for line in done.stderr.splitlines() if line.startswith("stopped")]
     assert done.returncode == STATUS and lines == [said], done.stderr
     assert "not here" not in done.stdout
@@ -56,6 +56,7 @@ def test_what_was_kept() -> None:
     run.resume(lambda: 3, None, "run", "the same command")
     assert run.line() == "stopped at step 3, before the first checkpoint in run"
     run.saved = 2
-    assert run.line() == ("stopped at step 3, last checkpoint 2 in run; the same command goes on")
+    assert run.line() == (
+        "stopped at step 3, last checkpoint 2 in run; the same command resumes the run")
     run.resume(lambda: 3, None, None, "")
-    assert run.line() == "stopped at step 3; nothing was to be saved"
+    assert run.line() == "stopped at step 3; no checkpoints were requested"

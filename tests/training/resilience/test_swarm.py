@@ -335,7 +335,7 @@ def test_trainers_with_other_data_are_refused() -> None:
         with ThreadPoolExecutor(1) as pool:
             swarm.members.choose = lambda *given: time.sleep(1)
             step = pool.submit(swarm.step, batches(0))
-            with pytest.raises(PeerError, match="5 micro-batches a step, the leading one 6"):
+            with pytest.raises(PeerError, match="5 micro-batches per step, but .* has 6"):
                 trainer.step(batches(0)[:5])
             with pytest.raises(RuntimeError, match="no peer of stage 0"):
                 step.result()
@@ -473,12 +473,12 @@ def test_a_stage_without_peers_and_a_saved_folder(tmp_path: Path) -> None:
         made.signal(signal.SIGKILL, 0)
         with pytest.raises(RuntimeError, match="no peer of stage|has no peer"):
             losses(swarm, [3])
-        with pytest.raises(RuntimeError, match="continue from the last folder of `save`"):
+        with pytest.raises(RuntimeError, match="resume from the last folder of `save`"):
             losses(swarm, [3])
         swarm.close()
     with crew() as made:
         made.start(4)
-        with pytest.raises(ValueError, match="has 3 stages, the swarm 2"):
+        with pytest.raises(ValueError, match="has 3 stages, but the swarm has 2"):
             Swarm(2, resume=tmp_path / "saved")
         swarm = swarm_of(made, 4, resume=tmp_path / "saved")
         assert swarm.steps == 2
@@ -614,5 +614,5 @@ def test_a_router_that_counts_is_refused() -> None:
 
 
 def test_an_error_of_the_model_is_told() -> None:
-    served([partial(nn.Linear, 15, 3)], "backward of micro-batch 0: no peer of stage 0 did it.*"
+    served([partial(nn.Linear, 15, 3)], "backward of micro-batch 0: no peer of stage 0 compl.*"
            "RuntimeError: mat1 and mat2 shapes")

@@ -1,1 +1,1 @@
-"""Checkpoints of fairseq with our layers, and of its `moe` branch, without fairseq."""
+"""Checkpoints of fairseq with our layers, and of fairseq's `moe` branch; fairseq is not needed."""

@@ -1,10 +1,11 @@
 """Checkpoints of fairseq's `moe` branch as a format: `NAME-shared.pt` and `NAME-rank-N.pt`.
 
-The shared file has everything but the experts, each rank's file its experts, numbered from 0, and
-their optimizer state; settings and histories are in all of them. Where there are more ranks than
-experts, rank N has expert N modulo E. Tensors have the branch's names here, with an expert's number
-among all E; optimizer state is by parameter name. Checkpoints of `--ddp-backend fully_sharded` have
-it in the pieces of fairscale's modules, without names: of them the model alone is converted.
+The shared file contains everything except the experts. Each rank's file contains its experts,
+numbered from 0, and their optimizer state. All files contain settings and histories. If there are
+more ranks than experts, rank N has expert N modulo E. In a source of this format, tensors have the
+branch's names, and experts are numbered from 0 to E - 1. Optimizer state is stored by parameter
+name. Checkpoints of `--ddp-backend fully_sharded` store optimizer state in the pieces of
+fairscale's modules, without names, so only their model is converted.
 """
 
 from __future__ import annotations
@@ -53,44 +54,46 @@ State = Mapping[str, Any]
 
 
 def _find(path: Path) -> list[str]:
-    """The files that a folder, or the name of any of them, stands for: the shared one, and those of
-    the ranks in order. Empty: there are none.
+    """Find the files of a checkpoint: the shared file, then the files of the ranks in order.
+
+    The path is a folder or the name of any of the files. The list is empty if there are no files.
     """
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     stem = _SHARED.sub("", files.without_rank(name)).removesuffix(".pt")
     shared = f"{stem}-shared.pt"
     if not os.path.isfile(shared):
         return []
-    found = files.rank_files(f"{stem}.pt")
-    if missing := sorted(set(range(max(1, len(found)))) - set(found)):
-        raise CheckpointError(f"checkpoint file '{stem}-rank-{missing[0]}.pt' is missing: experts "
-                              f"are in it, next to {shared!r}")
-    return [shared, *(found[rank] for rank in sorted(found))]
+    paths_by_rank = files.rank_files(f"{stem}.pt")
+    if missing := sorted(set(range(max(1, len(paths_by_rank)))) - set(paths_by_rank)):
+        raise CheckpointError(f"checkpoint file '{stem}-rank-{missing[0]}.pt', which contains "
+                              f"experts, is missing next to {shared!r}; restore it")
+    return [shared, *(paths_by_rank[rank] for rank in sorted(paths_by_rank))]
 
 
 def _open(paths: Sequence[str], trusted: bool) -> Source:
-    """The whole tensors of the files of one checkpoint."""
+    """Open the files of one checkpoint as a source of whole tensors."""
     shared, *ranks = (read_file(path, trusted) for path in paths)
     gates = {name: value.entry.shape[0] for name, value in shared[MODEL].items()
              if name.endswith("." + _GATE)}
     if len(set(gates.values())) != 1:
-        raise CheckpointError(f"checkpoint {paths[0]!r} has gates of "
-                              f"{sorted(set(gates.values()))} experts; must be one number")
+        raise CheckpointError(f"checkpoint {paths[0]!r} has gates of different numbers of experts, "
+                              f"{sorted(set(gates.values()))}; only one number of experts is "
+                              "supported")
     [count], local = set(gates.values()), _local_experts(ranks[0], paths[1])
     if (len(ranks) * local) % count or (local > 1 and len(ranks) * local != count):
         raise CheckpointError(
-            f"checkpoint {paths[0]!r} has {count} experts, its {len(ranks)} rank files have "
-            f"{local} each: files are missing or of another checkpoint")
+            f"checkpoint {paths[0]!r} has {count} experts, but its {len(ranks)} rank files have "
+            f"{local} experts each: files are missing or of another checkpoint")
     steps = {_step(state) for state in (shared, *ranks)}
     if len(steps) != 1:
-        raise CheckpointError(f"the files of checkpoint {paths[0]!r} are of steps "
+        raise CheckpointError(f"the files of checkpoint {paths[0]!r} are of different steps, "
                               f"{sorted(map(str, steps))}; use files of one step")
     parts, ep = [(shared, shared[MODEL], paths[0])], count // local
     for rank, state in enumerate(ranks[:ep]):
         numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
                     for name, value in state[MODEL].items()}
         parts.append((state, numbered, paths[1 + rank]))
-    unread = next(filter(None, (_unread(*part) for part in parts)), "")
+    unread = next(filter(None, (_why_unassignable(*part) for part in parts)), "")
     columns: dict[str, dict[str, Any]] = {}
     for state, model, _ in parts:
         for field, column in _columns(state, model, bool(unread)).items():
@@ -98,23 +101,24 @@ def _open(paths: Sequence[str], trusted: bool) -> Source:
     layers = {name.removesuffix(_GATE): {"num_experts": count} for name in gates}
     description = {"ranks": len(ranks), "ep": ep}
     if unread:
-        description["optimizer_state"] = f"not read: {unread}"
+        description["optimizer_state"] = f"not converted: {unread}"
     return column_source("fairseq_branch", columns, layers, _values(shared, bool(unread)),
                          description, [Path(path) for path in paths])
 
 
 def _local_experts(state: State, path: str) -> int:
-    """Experts in a rank's file."""
+    """Return the number of experts in a rank's file."""
     numbers = set()
     for name in state[MODEL]:
         expert = expert_of(name)
         if expert is None:
-            raise CheckpointError(f"checkpoint file {path!r} has {name!r}, which is no "
-                                  "parameter of an expert: it is not of fairseq's moe branch")
+            raise CheckpointError(f"checkpoint file {path!r} contains {name!r}, which is not a "
+                                  "parameter of an expert, so it is not a file of fairseq's moe "
+                                  "branch")
         numbers.add(expert[1])
     if not numbers or numbers != set(range(len(numbers))):
-        raise CheckpointError(f"checkpoint file {path!r} has experts {sorted(numbers)}; "
-                              "must be 0, 1, ...")
+        raise CheckpointError(f"checkpoint file {path!r} has experts {sorted(numbers)}; the "
+                              "numbers must be 0, 1, ... without gaps")
     return len(numbers)
 
 
@@ -123,7 +127,11 @@ def _step(state: State) -> int | None:
 
 
 def _values(shared: State, unread: bool) -> dict[str, Any]:
-    """unread: optimizer state has no names here, so that writers ask for the model alone."""
+    """Return the values of the source.
+
+    unread: whether the optimizer state could not be assigned to parameters, so that writers require
+    `--model-only`.
+    """
     rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
     optimizer = shared.get(_OPTIMIZER)
     if unread:
@@ -133,16 +141,16 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
     averages = [key for key in ("ema", "ema_fp32_params") if key in (rest.get("extra_state") or {})]
     if averages:
         raise CheckpointError(f"the branch's checkpoint has averaged weights ({averages[0]!r}), "
-                              "which are not read; save it without --store-ema")
+                              "which cannot be converted; save it without --store-ema")
     rest = torch_files.read_all(rest)
     return {"step": _step(shared), "settings": rest.get("cfg") or rest.get("args"), _STATE: rest,
             GROUPS: None if unread else (rest.get(_OPTIMIZER) or {}).get("param_groups")}
 
 
 def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
-    """Columns of one file: its tensors, and optimizer state by the parameters' names.
+    """Return the columns of one file: its tensors, and optimizer state by parameter name.
 
-    model: its tensors by their names in the whole model.
+    model: the file's tensors by their names in the whole model.
     """
     columns: dict[str, dict[str, Any]] = {MODEL: dict(model)}
     found = {} if model_only else (state.get(_OPTIMIZER) or {}).get("state") or {}
@@ -152,29 +160,30 @@ def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str
     return columns
 
 
-def _unread(state: State, model: State, path: str) -> str:
-    """Why a file's optimizer state cannot be given to its parameters; empty: it can."""
+def _why_unassignable(state: State, model: State, path: str) -> str:
+    """Return the reason why a file's optimizer state cannot be assigned to its parameters, or "".
+    """
     optimizer = state.get(_OPTIMIZER) or {}
-    if optimizer == -1 or "param_id_map" in optimizer:  # -1: fairscale's is in another file
-        return f"that of {path!r} is in the pieces of --ddp-backend fully_sharded"
-    found = optimizer.get("state") or {}
-    names = _trained(model, len(found))
-    if len(names) != len(found):
-        return (f"that of {path!r} is of {len(found)} parameters, its model has {len(model)} "
-                "tensors")
-    for (_, values), name in zip(sorted(found.items()), names, strict=True):
+    # -1: fairscale's optimizer state is in another file
+    if optimizer == -1 or "param_id_map" in optimizer:
+        return f"the state in {path!r} consists of pieces of --ddp-backend fully_sharded"
+    state_by_index = optimizer.get("state") or {}
+    names = _trained(model, len(state_by_index))
+    if len(names) != len(state_by_index):
+        return (f"the state in {path!r} is of {len(state_by_index)} parameters, but its model has "
+                f"{len(model)} tensors")
+    for (_, values), name in zip(sorted(state_by_index.items()), names, strict=True):
         for field, value in values.items():
             if isinstance(value, Derived) and value.entry.shape and \
                     value.entry.shape != model[name].entry.shape:
-                return (f"{field!r} in {path!r} has shape {value.entry.shape}, its parameter "
-                        f"{name!r} {model[name].entry.shape}: it is flat (fp16 without "
-                        "--fp16-no-flatten-grads) or of another model")
+                return (f"{field!r} in {path!r} has shape {value.entry.shape}, but its parameter "
+                        f"{name!r} has shape {model[name].entry.shape}: the state is flat (fp16 "
+                        "without --fp16-no-flatten-grads) or of another model")
     return ""
 
 
 def _trained(model: State, count: int) -> list[str]:
-    """Names of the parameters that an optimizer with `count` of them has, in its order; none where
-    they do not fit together.
+    """Return the names of an optimizer's `count` parameters in its order, or [] if they do not fit.
     """
     return trained_names(branch_order(model), model, count) if count else []
 
@@ -185,42 +194,42 @@ class BranchFormat(Format):
 
     name = "fairseq_branch"
     becomes = ("fairseq",)
-    views_as = {"fairseq": lambda source: _for_ours(to_ours(source))}
+    views_as = {"fairseq": lambda source: _with_our_entries(to_ours(source))}
     views_of = {"fairseq": to_branch}
     sizes = frozenset({"world", "ep"})
 
     def detect(self, path: Path, trust: bool = False) -> bool:
         try:
-            found = _find(path)
-            return bool(found) and files.MANIFEST not in read_file(found[0], trust)
+            paths = _find(path)
+            return bool(paths) and files.MANIFEST not in read_file(paths[0], trust)
         except CheckpointError:
             return False
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        found = _find(path)
-        if not found:
-            raise CheckpointError(f"there is no checkpoint of fairseq's moe branch at {str(path)!r}"
-                                  ": give its folder, or NAME.pt for NAME-shared.pt")
-        return _open(found, trust)
+        paths = _find(path)
+        if not paths:
+            raise CheckpointError("there is no checkpoint of fairseq's moe branch at "
+                                  f"{str(path)!r}: use its folder, or NAME.pt for NAME-shared.pt")
+        return _open(paths, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. The ranks that store one copy of the experts write a file each."""
+        """See `Format`. Each rank that stores a part of one copy of the experts writes a file."""
         experts = {origin["num_experts"] for origin in source.layers.values()}
         if _STATE not in source.values or len(experts) != 1:
-            raise CheckpointError("a checkpoint of fairseq's moe branch is made of fairseq's with "
-                                  "experts, of one number in all layers")
+            raise CheckpointError("only fairseq checkpoints with the same number of experts in all "
+                                  "MoE layers can be converted to fairseq's moe branch")
         [count] = experts
         given = source.describe().get("ep", 1)
         size = layout.ep or layout.world or (given if isinstance(given, int) else 1)
         if count % size or (layout.world or size) != size:
-            raise ValueError(f"--ep {size} does not fit {count} experts: must be a divisor, and "
-                             "--world the same")
+            raise ValueError(f"--ep {size} does not fit {count} experts: it must be a divisor of "
+                             "the number of experts, and --world must be equal to --ep")
         if (source.values[_STATE].get(_OPTIMIZER) and source.values.get(GROUPS) is None
                 and not source.values.get(MODEL_ONLY)):
             raise CheckpointError(
-                "the checkpoint has optimizer state without the names of its parameters, which no "
-                "other file can keep; give --model-only")
+                "the checkpoint has optimizer state without parameter names, so the state cannot "
+                "be distributed to other files; use --model-only")
         write_files(path, {
             f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt":
             partial(_state_of_file, source, rank, count // size)
@@ -228,11 +237,12 @@ class BranchFormat(Format):
 
 
 def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, Any]:
-    """A file's content from a source with the branch's names.
+    """Return a file's content from a source with the branch's names.
 
     Args:
-        rank: None: the shared file.
-        local: experts on a rank.
+        source: a source with the branch's names.
+        rank: rank of the file, or None for the shared file.
+        local: number of experts on a rank.
     """
     columns, state = columns_of(source), dict(source.values[_STATE])
     state.pop(files.MANIFEST, None)
@@ -242,7 +252,7 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
     state[MODEL] = {other: columns[MODEL][name] for name, other in own.items()}
     if optimizer is None or source.values.get(MODEL_ONLY):
         return state
-    # numbers of parameters are those in one rank's model, of which a file has a part
+    # parameters are numbered as in one rank's model, and a file has only a part of them
     trained = _trained_in(columns)
     order = [name for name in every if name in trained and (
         expert_of(name) is None or _name_in_file(name, rank or 0, local) is not None)]
@@ -256,7 +266,7 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
 
 
 def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
-    """A parameter's name in a file; None: it is in another one."""
+    """Return a parameter's name in a file, or None if the parameter is in another file."""
     expert = expert_of(name)
     if expert is None or rank is None:
         return name if expert is None and rank is None else None
@@ -265,24 +275,24 @@ def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
 
 
 def _trained_in(columns: Mapping[str, State]) -> set[str]:
-    """Names of the parameters that optimizer state is of."""
+    """Return the names of the parameters that have optimizer state."""
     return {name for field, column in columns.items() if field != MODEL for name in column}
 
 
 def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
-    """An optimizer's groups for another number of parameters.
+    """Return an optimizer's groups for another number of parameters.
 
     Raises:
-        CheckpointError: there are several, and which parameters are in which is not known.
+        CheckpointError: there are several groups, so the group of each parameter is unknown.
     """
     if len(groups) != 1:
         raise CheckpointError(f"the optimizer has {len(groups)} groups of parameters, which cannot "
-                              "be renumbered; give --model-only")
+                              "be renumbered; use --model-only")
     return [{**groups[0], "params": list(range(count))}]
 
 
-def _for_ours(view: View) -> View:
-    """The view with what our files have besides tensors."""
+def _with_our_entries(view: View) -> View:
+    """Return the view with all entries of our files that are not tensors."""
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]
     if _OPTIMIZER in rest and order:

@@ -1,4 +1,4 @@
-"""Tensors of fairseq's `moe` branch as those of our models, and back.
+"""Conversion between the tensor names of fairseq's `moe` branch and those of our models.
 
     PREFIX is decoder.layers.N. or encoder.layers.N.; expert i of E, D width, F inner width
     branch                                          ours
@@ -8,8 +8,9 @@
     PREFIXmoe_layer.experts.i.fc2.weight   [D, F]   PREFIXmoe_layer.moe.experts.w_out_LFD [E, F, D]
     PREFIXmoe_layer.experts.i.fc2.bias     [D]      PREFIXmoe_layer.moe.experts.bias_out_LD  [E, D]
 
-All other names are the same. Optimizers know parameters by their number in the model: the branch
-registers an MoE layer ahead of its transformer layer's `final_layer_norm`, our models behind it.
+All other names are the same in both. Optimizers identify parameters by their position in the model.
+The branch registers an MoE layer before its transformer layer's `final_layer_norm`, whereas our
+models register it after the norm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_plugin.checkpoint.name_table import NameRule, NameTable
 from moe_plugin.checkpoint.reshard import COLUMNS
 from moe_plugin.checkpoint.source import CheckpointError, Derived, Source, View
 
-# the branch's name in an expert -> ours; both orders are those in which parameters are registered
+# the branch's name in an expert -> our name; both orders are the orders of parameter registration
 EXPERT = {"fc1.weight": "w_in_LDF", "fc1.bias": "bias_in_LF", "fc2.weight": "w_out_LFD",
           "fc2.bias": "bias_out_LD"}
 _OURS = ("w_in_LDF", "w_out_LFD", "bias_in_LF", "bias_out_LD")
@@ -32,29 +33,32 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """(prefix with `moe_layer.`, expert, name in it) of a branch's parameter of an expert.
+    """Split the branch's name of an expert's parameter; return None for other names.
+
+    Returns: the prefix (which ends in `moe_layer.`), the number of the expert, and the name within
+    the expert.
 
     Raises:
-        CheckpointError: it is another parameter than those of `EXPERT`.
+        CheckpointError: the expert's parameter is not in `EXPERT`.
     """
-    found = _BRANCH_EXPERT.fullmatch(name)
-    if found is None:
+    match = _BRANCH_EXPERT.fullmatch(name)
+    if match is None:
         return None
-    if found[3] not in EXPERT:
+    if match[3] not in EXPERT:
         raise CheckpointError(f"{name!r} is a parameter of an expert that our layer does not have; "
-                              f"it has {', '.join(EXPERT)}")
-    return found[1], int(found[2]), found[3]
+                              f"the parameters of an expert are {', '.join(EXPERT)}")
+    return match[1], int(match[2]), match[3]
 
 
 def renumbered(name: str, index: int) -> str:
-    """A branch's parameter of an expert as that of expert `index`."""
-    found = _BRANCH_EXPERT.fullmatch(name)
-    assert found is not None
-    return f"{found[1]}experts.{index}.{found[3]}"
+    """Return the branch's name of an expert's parameter with another expert number."""
+    match = _BRANCH_EXPERT.fullmatch(name)
+    assert match is not None
+    return f"{match[1]}experts.{index}.{match[3]}"
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
-    """prefixes: of the branch's MoE layers, ending in `moe_layer.`."""
+    """Build the name table for MoE layers with these prefixes, which end in `moe_layer.`."""
     rules: list[NameRule] = []
     for prefix in prefixes:
         rules.append(NameRule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
@@ -64,7 +68,7 @@ def _table(prefixes: Iterable[str]) -> NameTable:
 
 
 def to_ours(source: Source) -> View:
-    """A view of a source with the branch's names that has ours."""
+    """Return a view that maps the branch's names to our names."""
     names, experts = _table(source.layers), _experts(source)
     tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
     columns = source.values.get(COLUMNS, {})
@@ -81,13 +85,13 @@ def _experts(source: Source) -> int:
 
 
 def to_branch(source: Source) -> View:
-    """A view of a source of our fairseq models with the branch's names."""
-    def others(one: Derived) -> Derived:
-        if one.key[1].startswith(tuple(source.layers)):
+    """Return a view that maps the names of our fairseq models to the branch's names."""
+    def others(tensor: Derived) -> Derived:
+        if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
-                f"the branch's MoE layer has no counterpart of {one.key[1]!r}; it has a gate of "
-                "one linear map and experts of two layers, with biases")
-        return one
+                f"the branch's MoE layer has no counterpart for {tensor.key[1]!r}; its gate is a "
+                "single linear map, and its experts have two layers with biases")
+        return tensor
 
     prefixes = {prefix: prefix.removesuffix("moe.") for prefix in source.layers}
     names, experts = _table(prefixes.values()), _experts(source)
@@ -101,19 +105,19 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Our names of the parameters of a source with the branch's, in the order of our models."""
+    """Return our names of the parameters of a branch source, in the order of our models."""
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
                     _our_place)
 
 
 def branch_order(names: Iterable[str]) -> list[str]:
-    """The branch's parameters, in the order of its models. names: of its own, in any model's."""
+    """Sort the branch's parameter names into the order of the branch's models."""
     return _ordered(names, _branch_place)
 
 
 def _ordered(names: Iterable[str], place: Any) -> list[str]:
-    """Names of one transformer layer by their place in it; the layers stay where they are."""
+    """Sort the names within each transformer layer; the order of the layers is unchanged."""
     listed = list(names)
     first: dict[str, int] = {}
     for number, name in enumerate(listed):
@@ -122,15 +126,15 @@ def _ordered(names: Iterable[str], place: Any) -> list[str]:
 
 
 def _layer_of(name: str) -> str:
-    found = _LAYER.match(name)
-    return name if found is None else found[1]
+    match = _LAYER.match(name)
+    return name if match is None else match[1]
 
 
 def _our_place(name: str) -> tuple[int, int]:
     if ".moe_layer." not in name:
         return (0, 0)
-    found = _OUR_EXPERT.fullmatch(name)
-    return (1, 0) if found is None else (1, 1 + _OURS.index(found[2]))
+    match = _OUR_EXPERT.fullmatch(name)
+    return (1, 0) if match is None else (1, 1 + _OURS.index(match[2]))
 
 
 def _branch_place(name: str) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Entries of fairseq's checkpoint files, and which parameters an optimizer's numbers stand for."""
+"""Entries of fairseq's checkpoint files, and the mapping from optimizer numbers to parameters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from moe_plugin.checkpoint.source import MODEL, Derived, TensorEntry, Window
 from moe_plugin.experts.base import with_current_names
 
-STATE = "fairseq"  # of `Source.values`: what a file has besides tensors
+STATE = "fairseq"  # key in `Source.values`: all entries of a file that are not tensors
 CRITERION, OPTIMIZER = "criterion", "last_optimizer_state"
-# of the manifest and of `Source.values`: names of the optimizer's parameters, in its order
+# key in the manifest and in `Source.values`: names of the optimizer's parameters, in its order
 PARAMETERS = "parameters"
 # averaged weights in "extra_state": key -> field
 AVERAGES = {"ema": "ema", "ema_fp32_params": "ema_fp32"}
-# what fairseq registers and no optimizer updates
+# tensors that fairseq registers and that an optimizer never updates
 _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
 
 
 def renamed(state: Any) -> Any:
-    """Return a file's content with the present names of the model's and the averages' weights."""
+    """Return a file's content with the current names of the model's and the averages' weights."""
     extra = state.get("extra_state") if isinstance(state, dict) else None
     for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
         for key in keys if isinstance(part, dict) else ():
@@ -34,23 +34,25 @@ def renamed(state: Any) -> Any:
 
 
 def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) -> list[str]:
-    """Names of the parameters that an optimizer with `count` of them has, in its order; [] where
-    they do not fit together.
+    """Return the names of an optimizer's `count` parameters in its order, or [] if they do not fit.
 
     Args:
-        names: of the model's tensors, in the order in which the model registers them.
-        model: the tensors.
+        names: names of the model's tensors, in the order in which the model registers them.
+        model: the model's tensors by name.
+        count: number of parameters of the optimizer.
     """
     return next((kept for kept in names_of_parameters(names, model) if len(kept) == count), [])
 
 
 def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[list[str]]:
-    """What the names of a model's parameters may be, in their order: all of its tensors; without
-    those that are tied to others. names, model: see `trained_names`.
+    """Return the candidate lists of a model's parameter names, each in the model's order.
+
+    The candidates are all tensors, the tensors without tied duplicates, and the tensors without the
+    output projection. For the arguments see `trained_names`.
     """
     names = [name for name in names
              if isinstance(model[name], Derived) and not _BUFFERS.fullmatch(name)]
-    known: dict[Any, str] = {}  # tied parameters have one storage, and count once
+    known: dict[Any, str] = {}  # tied parameters share one storage and are counted once
     for name in names:
         known.setdefault(model[name].read, name)
     return [names, list(known.values()),
@@ -58,29 +60,33 @@ def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[
 
 
 def names_by_order(state: Mapping[str, Any]) -> list[str]:
-    """Names of the parameters of a file's optimizer that stores none: fairseq numbers them in the
-    order of the model and then of the criterion. [] where numbers or shapes say that the optimizer
-    stores something else (flattened parameters, several parts).
+    """Return the parameter names of a file's optimizer that stores only parameter numbers.
+
+    fairseq numbers the parameters in the order of the model and then of the criterion. The list is
+    empty if numbers or shapes show that the optimizer stores something else, such as flattened
+    parameters or several parts.
     """
-    found = (state.get(OPTIMIZER) or {}).get("state") or {}
+    state_by_index = (state.get(OPTIMIZER) or {}).get("state") or {}
     known = {**state["model"], **{f"{CRITERION}.{name}": value for name, value
                                   in (state.get(CRITERION) or {}).items()}}
-    names = trained_names(list(known), known, len(found))
-    if list(found) != list(range(len(names))):
+    names = trained_names(list(known), known, len(state_by_index))
+    if list(state_by_index) != list(range(len(names))):
         return []
     fits = (not isinstance(value, Derived) or value.entry.shape in ((), known[name].entry.shape)
-            for name, values in zip(names, found.values(), strict=True)
+            for name, values in zip(names, state_by_index.values(), strict=True)
             for value in values.values())
     return names if all(fits) else []
 
 
 def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A file's content whose optimizer state is of each parameter, where its one parameter has as
-    many numbers as all those of the model and the criterion; else as it is.
+    """Split flattened optimizer state into the state of each parameter.
 
-    Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 keeps the fp32 copies of all parameters in
-    one vector: those of the model in its order, then those of the criterion, each in its own order
-    of memory (`FP16Optimizer.build_fp32_params`). The copies themselves are in no file.
+    The content is returned unchanged unless the optimizer has a single parameter with as many
+    elements as the model and the criterion together.
+
+    Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 stores the fp32 copies of all parameters in
+    one vector: first the model's parameters in their order, then the criterion's parameters
+    (`FP16Optimizer.build_fp32_params`). The fp32 copies themselves are not saved in any file.
     """
     optimizer = state.get(OPTIMIZER) or {}
     vectors, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []
@@ -109,7 +115,7 @@ def _parts(values: Mapping[str, Any], shape: tuple[int, ...],
 
 
 def _part(flat: Derived, shape: tuple[int, ...], start: int) -> Derived:
-    """shape: of the parameter whose numbers begin at `start`."""
+    """Return the part of the flat vector that belongs to the parameter of this shape at `start`."""
     row = prod(shape[1:])
 
     def read(window: Window) -> Tensor:

@@ -1,8 +1,8 @@
 """Checkpoint files of a run whose ranks each store some experts: `checkpoint_last-rank-N.pt`.
 
-Saving has two phases, so that a killed run always leaves one step that every rank has: each rank
-writes `NAME.new`; when all have, each renames it to `NAME`. Loading looks at both names and takes
-the newest step that all ranks have. Every file has a checksum (`moe_plugin.utils.checksums`).
+Saving has two phases, so that a killed run always leaves a step that is complete on every rank.
+Each rank writes `NAME.new`; when all ranks are done, each renames its file to `NAME`. Loading
+considers both names and uses the newest step that all ranks have. Every file has a checksum.
 """
 
 from __future__ import annotations
@@ -40,53 +40,53 @@ ALLOWED = (argparse.Namespace, numpy.dtype, type(numpy.dtype("float64")),
            numpy.float64(0).__reduce__()[0])
 _MANIFEST_KEYS = ("num_experts", "world_size", "expert_parallel_size", "rank", "num_updates")
 _RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
-# parameters by the names of fairseq's `moe` branch
+# parameter names of fairseq's `moe` branch
 _OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
 
 
 def with_rank_suffix(suffix: str, rank: int) -> str:
-    """fairseq's checkpoint suffix with the rank's at its end."""
+    """Return fairseq's checkpoint suffix with the rank's suffix at its end."""
     return suffix if suffix.endswith(f"-rank-{rank}") else f"{suffix}-rank-{rank}"
 
 
 def with_rank(filename: str, rank: int) -> str:
-    """`dir/checkpoint_last.pt` as the name of that rank's file."""
+    """Convert `dir/checkpoint_last.pt` to the name of the rank's file."""
     if _RANK.search(filename):
         return _RANK.sub(f"-rank-{rank}", filename)
     return re.sub(r"\.pt$", f"-rank-{rank}.pt", filename)
 
 
 def without_rank(filename: str) -> str:
-    """The name that stands for all ranks' files."""
+    """Return the common name of all ranks' files."""
     return _RANK.sub("", filename)
 
 
 def has_rank(filename: str) -> bool:
-    """Whether the name is one rank's."""
+    """Return whether the name is that of a single rank's file."""
     return _RANK.search(filename) is not None
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
-    """Files of ranks under a name, with or without a rank in it; end: behind `.pt`."""
-    found = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
-    return {int(number): path for path in sorted(found)
+    """Return the files of all ranks for a name with or without rank; end: suffix after `.pt`."""
+    paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
+    return {int(number): path for path in sorted(paths)
             for number in _RANK.findall(path.removesuffix(end))}
 
 
 def is_crash_dump(filename: str) -> bool:
-    """fairseq's dump of a failing step, which not every rank writes."""
+    """Return whether a file is fairseq's dump of a failing step, which not every rank writes."""
     return os.path.basename(filename).startswith("crash")
 
 
 def save(filename: str, write: Callable[[str], None], group: Any) -> None:
-    """Write this rank's file by `write(name)`, wait until every rank has, then rename.
+    """Write this rank's file by `write(name)`, wait for every rank, then rename the file.
 
-    Raises: CheckpointError: a rank could not write; on every rank. Files of before are untouched.
+    Raises: CheckpointError: raised on every rank if a rank could not write. Old files remain.
     """
     error: Exception | None = None
     try:
         write(filename + PENDING)
-    except Exception as caught:  # noqa: BLE001 - of any kind: the other ranks must know
+    except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
         error = caught
     texts = [text for text in gather(error and short(error, 1000), group) if text]
     if texts:
@@ -94,15 +94,15 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
     if error is not None:
         raise error
     if texts:
-        raise CheckpointError(f"not written, because of an error on another rank: {texts[0]}")
+        raise CheckpointError(f"an error on another rank prevented the save: {texts[0]}")
     os.replace(filename + PENDING, filename)
 
 
 def write(state: Mapping[str, Any], path: str) -> None:
-    """Write a checkpoint file with its checksum; it gets its name when complete.
+    """Write a checkpoint file with its checksum. The file is renamed when it is complete.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     try:
         checksums.write_sealed(path + ".tmp", lambda stream: torch.save(state, stream))
@@ -113,7 +113,7 @@ def write(state: Mapping[str, Any], path: str) -> None:
 
 
 def _discard(path: str) -> None:
-    """Remove a file that is not complete, if it is there."""
+    """Remove an incomplete file if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
 
@@ -121,16 +121,15 @@ def _discard(path: str) -> None:
 def _not_written(path: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path.removesuffix(PENDING)!r} cannot be written ({error.strerror}); older "
-        f"ones are untouched; {write_remedy(error, os.path.dirname(path) or '.')} (--save-dir)")
+        f"checkpoints are unchanged; {write_remedy(error, os.path.dirname(path) or '.')} "
+        "(--save-dir)")
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
-    """Copy a checkpoint so that `target` is complete at any time.
+    """Copy a checkpoint so that `target` is always complete; ranks rename their files together.
 
-    Files of ranks change names together.
-
-    link: share the storage of `source` where the file system can.
-    Raises: CheckpointError: a rank could not write its copy; on every rank.
+    link: share the storage of `source` if the file system supports it.
+    Raises: CheckpointError: raised on every rank if a rank could not write its copy.
     """
     if has_rank(target) and dist.is_available() and dist.is_initialized():
         save(target, lambda pending: _duplicate(source, pending, link), dist.group.WORLD)
@@ -143,81 +142,81 @@ def _duplicate(source: str, target: str, link: bool) -> None:
     if link:
         try:
             if os.path.lexists(target):
-                os.remove(target)  # of a run that was killed
+                os.remove(target)  # left behind by a killed run
             os.link(source, target)
             return
         except OSError:
-            pass  # another file system, or one without links
+            pass  # another file system, or a file system without links
     try:
         shutil.copyfile(source, target)
     except OSError as error:
         _discard(target)
         if not is_full(error) or link:
             raise _not_written(target, error) from error
-        logger.warning("the disk is full: %s shares the storage of %s", target, source)
+        logger.warning("the disk is full, so %s shares the storage of %s", target, source)
         _duplicate(source, target, link=True)
 
 
 def read(path: str) -> dict[str, Any]:
-    """A checkpoint file, tensors mapped from disk.
+    """Read a checkpoint file; its tensors are mapped from disk.
 
     Raises:
-        CheckpointError: it is truncated, damaged or not a checkpoint.
+        CheckpointError: the file is truncated, damaged or not a checkpoint.
     """
     try:
         if not checksums.verify(path) and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.warning("checkpoint %r was written without checksums: damage may go unnoticed; "
-                           "the next save adds them", without_rank(path))
+            logger.warning("checkpoint %r was written without checksums, so damage may go "
+                           "undetected; the next save adds checksums", without_rank(path))
         return _load(path)
     except (FileNotFoundError, trust.UntrustedFile):
         raise
     except UNREADABLE as error:
         size = os.path.getsize(path) if os.path.exists(path) else 0
         raise CheckpointError(
-            f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {short(error)}; give "
-            "another one with --restore-file"
+            f"checkpoint {path!r} ({size} bytes) is truncated or damaged: {short(error)}; choose "
+            "another checkpoint with --restore-file"
         ) from error
 
 
 def _load(path: str) -> dict[str, Any]:
     state = load(path, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
-        raise ValueError(f"it holds a {type(state).__name__}, not a mapping")
+        raise ValueError(f"it contains a {type(state).__name__}, but a mapping was expected")
     check_manifest(state)
     return state
 
 
 def check_manifest(state: Mapping[str, Any]) -> None:
-    """`ValueError` where a file says in another way than a save who wrote it."""
+    """Raise `ValueError` if the manifest of a file differs from what a save writes."""
     manifest = state.get(MANIFEST)
     if manifest is not None and (not isinstance(manifest, dict) or not all(
             type(manifest.get(key)) is int for key in _MANIFEST_KEYS)):
-        raise ValueError(f"its entry {MANIFEST} is {short(manifest)}, not what a save writes")
+        raise ValueError(f"its entry {MANIFEST} is {short(manifest)}, which no save writes")
 
 
 def load(file: Any, **options: Any) -> Any:
-    """`torch.load` of plain values, tensors and what fairseq itself saves; of anything where the
-    command line has `--trust-checkpoint`.
+    """Call `torch.load` for plain values, tensors and the classes that fairseq saves.
 
-    fairseq passes its settings to none of the functions that load, so the command line is read.
+    `--trust-checkpoint` allows any class. The option is read from the command line, because fairseq
+    does not pass its settings to the functions that load files.
 
     Raises:
-        UntrustedFile: the file (path or stream) names other classes.
+        UntrustedFile: the file (path or stream) references other classes.
     """
     if trust.FLAG in sys.argv:
         return renamed(torch.load(file, **{**options, "weights_only": False}))
-    what = file if isinstance(file, str) else str(getattr(file, "name", file))  # streams differ
+    what = file if isinstance(file, str) else str(getattr(file, "name", file))
     return renamed(trust.load(file, ALLOWED, f"checkpoint {what!r}", **options))
 
 
 @dataclass
 class _Survey:
-    """This rank's files.
+    """Survey of this rank's files.
 
     Attributes:
-        steps: whole ones by step.
-        damaged: what is wrong with others.
-        refusal: why a file does not fit this run.
+        steps: paths of the complete files by step.
+        damaged: descriptions of the damaged files.
+        refusal: reason why a file does not fit this run.
     """
 
     steps: dict[int, str] = field(default_factory=dict)
@@ -226,17 +225,19 @@ class _Survey:
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """This rank's file of the newest step that all ranks have: `filename`, or an older checkpoint
-    next to it where a rank's `checkpoint_last` is damaged.
+    """Return this rank's file of the newest step that all ranks have.
+
+    If a rank's `checkpoint_last` is damaged, an older checkpoint in the same folder is used.
 
     Args:
+        filename: this rank's file.
         wanted: manifest entries that must match.
-        group: data-parallel ranks; None: this rank alone.
+        group: data-parallel ranks, or None for a single rank.
     Raises:
-        ValueError: on every rank, with the reason of the first rank that has one.
+        ValueError: raised on every rank, with the error of the first rank that refuses its file.
     """
-    mine = _survey(filename, wanted)
-    everyone: list[_Survey] = gather(mine, group)
+    survey_of_rank = _survey(filename, wanted)
+    everyone: list[_Survey] = gather(survey_of_rank, group)
     for survey in everyone:
         if survey.refusal:
             raise ValueError(survey.refusal)
@@ -245,24 +246,24 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         return _fall_back(filename, wanted, group, damaged)
     steps = [survey.steps for survey in everyone]
     if _never_finished(steps):
-        return _before(filename, wanted, group)
+        return _older_checkpoint(filename, wanted, group)
     step = newest_common(filename, steps)
-    if step is not None and mine.steps[step] != filename:
-        os.replace(mine.steps[step], filename)
+    if step is not None and survey_of_rank.steps[step] != filename:
+        os.replace(survey_of_rank.steps[step], filename)
     return filename
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """The values of all ranks of the group; None: this rank alone."""
+    """Gather a value from all ranks of the group; group None means this rank only."""
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """The newest step of which every rank has a whole file of any name, verified newest first."""
-    paths = _older(filename, wanted)
+    """Return this rank's file of the newest step for which every rank has a complete file."""
+    paths = _older_files_by_step(filename, wanted)
     everyone = gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):
-        whole = _first_whole(paths[step])
+        whole = _first_undamaged(paths[step])
         if all(gather(whole is not None, group)):
             logger.warning("%s. Training resumes from the older checkpoint %s (step %d)",
                            "; ".join(damaged), whole, step)
@@ -271,40 +272,38 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Whether ranks were killed in the first phase of the first save under a name: a rank renames
-    its file when all ranks have written theirs.
-    """
-    found = [path for steps in everyone for path in steps.values()]
-    return not all(everyone) and all(path.endswith(PENDING) for path in found) and bool(found)
+    """Return whether ranks were killed in the first phase of the first save under a name."""
+    paths = [path for steps in everyone for path in steps.values()]
+    return not all(everyone) and all(path.endswith(PENDING) for path in paths) and bool(paths)
 
 
-def _before(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """The newest older checkpoint; `filename`, which is not there, without one."""
+def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
+    """Return the newest older checkpoint, or the missing `filename` if no other one exists."""
     text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
     try:
         return _fall_back(filename, wanted, group, [text])
     except CheckpointError:  # on every rank
-        logger.warning("%s, and there is no older one: training begins at step 0", text)
+        logger.warning("%s and no older checkpoint exists, so training starts at step 0", text)
         return filename
 
 
-def _older(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
-    """This rank's files that fit, not verified, by step, where `checkpoint_last` is wanted."""
+def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
+    """Return this rank's unverified files by step, if `checkpoint_last` is wanted."""
     folder, name = os.path.split(without_rank(filename))
-    if name != "checkpoint_last.pt":  # asked for by name: no other one will do
+    if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
         return {}
-    found: dict[int, list[str]] = {}
+    paths_by_step: dict[int, list[str]] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "checkpoint*.pt*"))):
         if _RANK.findall(path.removesuffix(PENDING)) != _RANK.findall(filename):
             continue
         try:
-            found.setdefault(_step_of(path, _load(path), wanted), []).append(path)
+            paths_by_step.setdefault(_step_of(path, _load(path), wanted), []).append(path)
         except UNREADABLE:
             pass
-    return found
+    return paths_by_step
 
 
-def _first_whole(paths: Sequence[str]) -> str | None:
+def _first_undamaged(paths: Sequence[str]) -> str | None:
     for path in paths:
         try:
             read(path)
@@ -315,19 +314,19 @@ def _first_whole(paths: Sequence[str]) -> str | None:
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Newest step that is whole on every rank; None where no rank has any file.
+    """Return the newest step that is complete on every rank, or None if no rank has a file.
 
     Raises:
-        ValueError: there are files, but no step is there for all ranks.
+        ValueError: files exist, but no step is complete on all ranks.
     """
     steps = set(everyone[0]).intersection(*everyone[1:])
     if not steps and any(everyone):
         seen = "; ".join(f"rank {rank}: {sorted(entry) or 'none'}"
                          for rank, entry in enumerate(everyone))
         raise ValueError(
-            f"checkpoint {without_rank(filename)!r} is incomplete: no step is there for all ranks "
-            f"({seen}); "
-            "restore the missing files, or give another one with --restore-file")
+            f"checkpoint {without_rank(filename)!r} is incomplete: no step is available on all "
+            f"ranks ({seen}); restore the missing files, or choose another checkpoint with "
+            "--restore-file")
     return max(steps, default=None)
 
 
@@ -340,7 +339,7 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
             try:
                 survey.steps[_step_of(pending, read(pending), wanted)] = pending
             except ValueError:
-                pass  # a kill during the first phase: the file under its final name counts
+                pass  # a kill during the first phase, so the file under its final name is used
         if os.path.exists(filename):
             survey.steps[_step_of(filename, read(filename), wanted)] = filename
     except CheckpointError as error:
@@ -351,36 +350,36 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
 
 
 def of_branch(state: Mapping[str, Any]) -> list[str]:
-    """The parameters that have names of fairseq's `moe` branch."""
+    """Return the parameters that have names of fairseq's `moe` branch."""
     return [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
 
 
 def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
-    """`ValueError` for a checkpoint of fairseq's `moe` branch, that says what to do with it."""
+    """Raise `ValueError`, with instructions, for a checkpoint of fairseq's `moe` branch."""
     names = of_branch(state)
     if names and MANIFEST not in state:
         name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))
         raise ValueError(
-            f"checkpoint {path!r} was written by fairseq's moe branch (it has {names[0]!r}), whose "
-            f"experts are stored in another way: convert it by moe-plugin reshard {name} OUT --to "
-            "fairseq and give OUT/checkpoint_last.pt, or run it in that branch, where --user-dir "
-            "moe_plugin puts this layer in the place of the branch's own "
+            f"checkpoint {path!r} was written by fairseq's moe branch (it contains {names[0]!r}), "
+            f"which stores experts in another way: convert it with moe-plugin reshard {name} OUT "
+            "--to fairseq and load OUT/checkpoint_last.pt, or run it in that branch, where "
+            "--user-dir moe_plugin replaces the branch's own layer by this layer "
             "(docs/fairseq_training.md)")
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
-    """The step of a file that fits."""
+    """Return the step of a file after checking that the file fits this run."""
     refuse_branch(path, state)
     manifest = state.get(MANIFEST)
     if manifest is None:
         raise ValueError(
-            f"checkpoint {path!r} has no experts; the model has {wanted['num_experts']} per MoE "
-            "layer. Use another --save-dir "
-            "or --restore-file, or train the dense model with --moe-freq 0")
+            f"checkpoint {path!r} has no experts, but the model has {wanted['num_experts']} per "
+            "MoE layer. Use another --save-dir or --restore-file, or train the dense model with "
+            "--moe-freq 0")
     for key, value in wanted.items():
         if manifest[key] != value:
             raise ValueError(
-                f"checkpoint {path!r} has {key}={manifest[key]}, this run has {key}={value}; "
+                f"checkpoint {path!r} has {key}={manifest[key]}, but this run has {key}={value}; "
                 f"{_remedy(key, manifest[key])}"
             )
     return int(manifest["num_updates"])
@@ -389,16 +388,16 @@ def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> 
 def _remedy(key: str, value: int) -> str:
     remedies = {
         "num_experts": f"use --moe-expert-count {value}",
-        "world_size": f"another number reads it where the files of all {value} data-parallel "
-                      "ranks are whole: restore them, or use another --save-dir",
+        "world_size": f"restore the complete files of all {value} data-parallel ranks, or use "
+                      "another --save-dir",
         "expert_parallel_size": f"use --moe-expert-parallel-size {value}",
-        "rank": f"the file belongs to rank {value}: do not rename files",
+        "rank": f"the file belongs to rank {value}, so restore the original file names",
     }
     return remedies[key]
 
 
 def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
-    """What is wrong where this rank has no file but a run of another size left some."""
+    """Return an error text if this rank has no file, but a run of another size left some files."""
     whole = without_rank(filename)
     others = list(rank_files(whole).values())
     if has_rank(filename) and os.path.exists(whole):
@@ -411,9 +410,8 @@ def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
     theirs = manifest.get("world_size", 1)
     if theirs == wanted["world_size"]:
         return (
-            f"checkpoint file {filename!r} is missing, other ranks' files are there; restore it, "
-            "or give another one with --restore-file")
+            f"checkpoint file {filename!r} is missing, but files of other ranks exist; restore it, "
+            "or choose another checkpoint with --restore-file")
     return (
         f"checkpoint {whole!r} was written by {theirs} data-parallel ranks (world_size={theirs}), "
-        "this run has "
-        f"world_size={wanted['world_size']}; {_remedy('world_size', theirs)}")
+        f"but this run has world_size={wanted['world_size']}; {_remedy('world_size', theirs)}")

@@ -1,8 +1,9 @@
-"""Our fairseq checkpoints as a format: one file, or one for each data-parallel rank.
+"""Our fairseq checkpoints as a format: a single file, or a file for each data-parallel rank.
 
-`checkpoint_last.pt` of one process, `checkpoint_last-rank-N.pt` of several. Tensors are the model's
-and the criterion's, optimizer state by parameter name, and averaged weights; everything else in the
-files (settings, histories, iterator, meters) is rank 0's.
+A single process writes `checkpoint_last.pt`, and several processes write
+`checkpoint_last-rank-N.pt`. The tensors are the weights of model and criterion, optimizer state by
+parameter name, and averaged weights. All other entries of the files (settings, histories, iterator,
+meters) come from rank 0.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class Written:
     """The files of one step.
 
     Attributes:
-        world, ep: ranks that wrote it; those that share one copy of the experts.
-        experts: in each MoE layer; 0 in a dense model.
-        step: number of updates; -1 where the files do not say it.
+        world, ep: number of ranks that wrote the step; number of ranks that share one copy of the
+            experts.
+        experts: number of experts in each MoE layer; 0 in a dense model.
+        step: number of updates; -1 if the files do not contain it.
         paths: files of ranks 0 to ep - 1.
     """
 
@@ -70,40 +72,42 @@ class Written:
 
 
 def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
-    """A file whose tensors stay on disk; its checksum is not verified.
+    """Read a file whose tensors stay on disk. The checksum of the file is not verified.
 
     Raises:
-        CheckpointError: it is truncated, damaged or no checkpoint of fairseq.
+        CheckpointError: the file is truncated, damaged or not a checkpoint of fairseq.
     """
-    return torch_files.open_mapping(Path(path), "give another one", files.ALLOWED, trusted,
+    return torch_files.open_mapping(Path(path), "use another checkpoint", files.ALLOWED, trusted,
                                     _check_content)
 
 
 def _check_content(state: Mapping[str, Any]) -> None:
     if not isinstance(state.get(MODEL), dict) or not all(
             isinstance(name, str) for name in state[MODEL]):
-        raise ValueError("it has no model")
+        raise ValueError("it does not contain a model")
     files.check_manifest(state)
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """A file of `--use-sharded-state` has a part of each tensor, under a name of fairscale's."""
+    """Raise `CheckpointError` for a file of `--use-sharded-state`, which has only parts of tensors.
+    """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
-            f"checkpoint {path!r} has one rank's part of every parameter (--ddp-backend "
-            "fully_sharded --use-sharded-state), which is not read; resume the run without "
+            f"checkpoint {path!r} contains only one rank's part of every parameter (--ddp-backend "
+            "fully_sharded --use-sharded-state), which cannot be converted; resume the run "
+            "without "
             "--use-sharded-state and save a whole checkpoint")
 
 
 def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) -> list[Written]:
-    """The complete steps in the files of `NAME.pt` and `NAME-rank-N.pt`, newest first; also those
-    whose last phase of saving was interrupted.
+    """Return the complete steps in the files of `NAME.pt` and `NAME-rank-N.pt`, newest first.
 
-    left_out: optional. Receives an error's text, with file and reason, for each file that cannot be
-        read, and is therefore left out.
+    Steps are included even if the last phase of saving was interrupted.
+
+    left_out: receives the error text, with file and reason, for each unreadable file. Optional.
     """
     whole = files.without_rank(name)
-    found: dict[tuple[int, int, int, int], dict[int, str]] = {}
+    paths_by_step: dict[tuple[int, int, int, int], dict[int, str]] = {}
     for path in (whole, whole + files.PENDING, *files.rank_files(whole).values(),
                  *files.rank_files(whole, files.PENDING).values()):
         if not os.path.isfile(path):
@@ -116,11 +120,11 @@ def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) 
             continue
         key = tuple(manifest[name] for name in ("num_updates", "world_size",
                                                 "expert_parallel_size", "num_experts"))
-        of_step = found.setdefault(key, {})
+        of_step = paths_by_step.setdefault(key, {})
         if manifest["rank"] not in of_step or not path.endswith(files.PENDING):
             of_step[manifest["rank"]] = path
     return [Written(world, ep, experts, step, tuple(paths[rank] for rank in range(ep)))
-            for (step, world, ep, experts), paths in sorted(found.items(), reverse=True)
+            for (step, world, ep, experts), paths in sorted(paths_by_step.items(), reverse=True)
             if all(rank in paths for rank in range(ep))]
 
 
@@ -131,10 +135,10 @@ def _manifest(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def open_written(written: Written, trusted: bool = False) -> Source:
-    """The files of one step as a source.
+    """Open the files of one step as a source.
 
     Raises:
-        CheckpointError: a file is damaged, or has a part of every parameter.
+        CheckpointError: a file is damaged, or contains only a part of every parameter.
     """
     states = [by_parameter(read_file(path, trusted)) for path in written.paths]
     first = states[0]
@@ -145,11 +149,11 @@ def open_written(written: Written, trusted: bool = False) -> Source:
               STATE: rest, GROUPS: optimizer.get("param_groups"), PARAMETERS: _names(first)}
     description = {"ranks": written.world, **sizes_of(moe_layers(first[MODEL])), "ep": written.ep}
     if not _names(first) and optimizer.get("state"):
-        description["optimizer_state"] = "without names: it loads at its own number of ranks alone"
+        description["optimizer_state"] = "without names: usable only with its own number of ranks"
         values[GROUPS] = None
     with refused_if_unreadable(
-            f"checkpoint {written.paths[0]!r}: its ranks' files do not fit together",
-            "give another one"):
+            f"checkpoint {written.paths[0]!r}: the files of its ranks do not fit together",
+            "use another checkpoint"):
         return ranked_source("fairseq", [_columns(state) for state in states], values, description,
                              [Path(path) for path in written.paths])
 
@@ -189,21 +193,24 @@ def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of_rank(source: Source, rank: int, world: int, ep: int,
                   shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """What rank `rank` of `world` data-parallel ranks stores of a source of this format, tensors
-    on disk.
+    """Return the state that one of `world` data-parallel ranks stores; tensors stay on disk.
 
-    The position in the epoch is that of the same number of batches in total, rounded down.
+    The position in the epoch corresponds to the same total number of batches, rounded down.
 
     Args:
-        ep: expert-parallel ranks; `world` is a multiple.
+        source: a source of this format.
+        rank: the data-parallel rank.
+        world: number of data-parallel ranks.
+        ep: number of expert-parallel ranks, a divisor of `world`.
+        shards: number of ranks over which each expert is cut. Optional.
     Raises:
         CheckpointError: the source has optimizer state without the parameters' names.
-        ValueError: the experts do not fit.
+        ValueError: the experts do not fit the ranks.
     """
     if STATE not in source.values:
         raise CheckpointError(
-            f"the {source.format} checkpoint has no settings and histories of fairseq: only "
-            "checkpoints of fairseq become ones")
+            f"the {source.format} checkpoint has no fairseq settings or training history, so it "
+            "cannot be converted to fairseq; only fairseq checkpoints can")
     columns = columns_of_rank(source, rank % ep, ep, shards)
     rest, old = source.values[STATE], source.describe().get("ranks", 1)
     if source.values.get(MODEL_ONLY):
@@ -211,8 +218,8 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     order = source.values.get(PARAMETERS) or []
     if rest.get(OPTIMIZER) and not order:
         raise CheckpointError(
-            "the checkpoint has optimizer state without the names of its parameters, so that it "
-            "is kept for no other file; give --model-only, or resume with --reset-optimizer")
+            "the checkpoint has optimizer state without parameter names, so the state cannot be "
+            "distributed to other files; use --model-only, or resume with --reset-optimizer")
     state = {**rest, MODEL: columns.pop(MODEL)}
     if CRITERION in columns:
         state[CRITERION] = columns.pop(CRITERION)
@@ -225,23 +232,24 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
             **_manifest(rest), "version": files.VERSION, "world_size": world, "rank": rank,
             "expert_parallel_size": ep, "num_updates": source.values["step"], PARAMETERS: order}
     elif world > 1:
-        raise ValueError(f"a model without experts has one file; --world {world} must be 1")
+        raise ValueError("a model without experts is stored in a single file, so --world must be "
+                         f"1, not {world}")
     return state
 
 
 def state_by_index(columns: Mapping[str, Mapping[str, Any]],
                    order: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """An optimizer's state by the number of a parameter in `order`."""
+    """Return an optimizer's state by the index of the parameter in `order`."""
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
-        found = {field: column[name] for field, column in columns.items() if name in column}
-        if found:
-            state[index] = found
+        values = {field: column[name] for field, column in columns.items() if name in column}
+        if values:
+            state[index] = values
     return state
 
 
 def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """fairseq's `extra_state` with the position in the epoch of another number of ranks."""
+    """Return fairseq's `extra_state` with the position in the epoch for another number of ranks."""
     iterator = extra.get("train_iterator")
     if not isinstance(iterator, Mapping) or "iterations_in_epoch" not in iterator:
         return dict(extra)
@@ -251,7 +259,9 @@ def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
 
 @formats.register("fairseq")
 class FairseqFormat(Format):
-    """Checkpoints of fairseq with our layers, of one process or of every rank, and dense ones."""
+    """Checkpoints of fairseq with our layers (a single file or a file per rank), and dense
+    checkpoints.
+    """
 
     name = "fairseq"
     views_as = {NEUTRAL: neutral.to_neutral}
@@ -266,7 +276,7 @@ class FairseqFormat(Format):
         written = _written(path, trust)
         if written is None:
             raise CheckpointError(f"there is no complete checkpoint of fairseq at {str(path)!r}: "
-                                  "give its folder, or NAME.pt for NAME-rank-N.pt")
+                                  "use its folder, or NAME.pt for NAME-rank-N.pt")
         return open_written(written, trust)
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
@@ -282,17 +292,18 @@ class FairseqFormat(Format):
 
 
 def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
-    """Ranks in total and expert-parallel ranks of a layout."""
+    """Return the total number of ranks and the number of expert-parallel ranks of a layout."""
     ranks, groups = (source.describe().get(name, 1) for name in ("ranks", "ep"))
     world = layout.world or layout.ep or ranks
     ep = layout.ep or (groups if world == ranks else world)
     if world % ep:
-        raise ValueError(f"--ep {ep} does not divide --world {world}; must be a divisor")
+        raise ValueError(f"--ep {ep} does not divide --world {world}; choose a divisor of {world} "
+                         "for --ep")
     return world, ep
 
 
 def _written(path: Path, trusted: bool = False) -> Written | None:
-    """The checkpoint at a path: in a folder, `checkpoint_last.pt`; the newest step of it."""
+    """Return the newest step at a path; in a folder, that of `checkpoint_last.pt`."""
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     if not name.endswith(".pt"):
         return None

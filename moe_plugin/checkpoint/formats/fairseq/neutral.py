@@ -1,5 +1,7 @@
-"""Upcycling of fairseq's dense decoder language models: their tensors and settings under neutral
-names, and those of the Mixture of Experts as fairseq reads them.
+"""Upcycling of fairseq's dense decoder language models.
+
+This module converts tensors and settings of a dense model to neutral names. The module also
+converts the resulting Mixture of Experts to fairseq's names.
 """
 
 from __future__ import annotations
@@ -29,28 +31,26 @@ from moe_plugin.config import flatten
 from moe_plugin.config.flags import setting_specs
 from moe_plugin.utils.messages import short
 
-# A dense decoder language model's settings in fairseq's names as neutral ones, and those of its
-# Mixture of Experts in fairseq's.
-_EPS = 1e-5  # of fairseq's layer norms, which have no setting for it
+_EPS = 1e-5  # epsilon of fairseq's layer norms, which is not configurable
 
 
 def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's settings in a file of fairseq; {} where it has none."""
+    """Return the model's settings in a file of fairseq, or {} if the file has no settings."""
     model = (state.get("cfg") or {}).get("model", state.get("args"))
     values = vars(model) if isinstance(model, Namespace) else dict(model or {})
     return {name: plain_value(value) for name, value in values.items()}
 
 
 def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
-    """Neutral settings of a `fairseq` source.
+    """Return the neutral settings of a `fairseq` source.
 
     Raises:
-        CheckpointError: they are missing, or have no neutral form.
+        CheckpointError: settings are missing, or have no neutral form.
     """
     for name in ("decoder_attention_heads", "activation_fn", "decoder_normalize_before"):
         if name not in arguments:
-            raise CheckpointError(f"the checkpoint's settings do not say {name}: it is of no "
-                                  "decoder language model (transformer_lm)")
+            raise CheckpointError(f"the checkpoint's settings do not contain {name}, so it is not "
+                                  "a checkpoint of a decoder language model (transformer_lm)")
     learned = (MODEL, POSITIONS) in source.entries
     rows = arguments.get("max_target_positions")
     if learned:
@@ -60,7 +60,7 @@ def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
     activation = ACTIVATIONS.get(str(arguments["activation_fn"]))
     if activation is None:
         raise CheckpointError(f"activation_fn={short(arguments['activation_fn'])} has no neutral "
-                              f"form: must be one of {', '.join(ACTIVATIONS)}")
+                              f"form; supported activations: {', '.join(ACTIVATIONS)}")
     return DecoderSettings(
         heads=heads, kv_heads=heads, norm="layernorm", norm_eps=_EPS, activation=activation,
         gated=False, positions="learned" if learned else "none" if plain else "sinusoidal",
@@ -72,15 +72,17 @@ def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
 def _width(source: Source) -> int:
     key = MODEL, "decoder.embed_tokens.weight"
     if key not in source.entries:
-        raise CheckpointError("the checkpoint has no 'decoder.embed_tokens.weight': it is of no "
-                              "decoder language model (transformer_lm)")
+        raise CheckpointError("the checkpoint has no tensor 'decoder.embed_tokens.weight', so it "
+                              "is not a checkpoint of a decoder language model (transformer_lm)")
     return source.entries[key].shape[1]
 
 
 def from_decoder(source: Source, old: Mapping[str, Any]) -> dict[str, Any]:
-    """fairseq's settings of an upcycled model.
+    """Return fairseq's settings of an upcycled model.
 
-    old: those of the dense one.
+    Args:
+        source: neutral source of the upcycled model.
+        old: settings of the dense model.
     """
     paths = {spec.path: spec.dest for spec in setting_specs()}
     model = NeutralModel(source)
@@ -98,14 +100,14 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """A view of a dense `fairseq` source with neutral names and settings, of the model alone."""
+    """Return a view of the model tensors of a dense `fairseq` source, with neutral names."""
     if source.layers:
-        raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; give a dense "
+        raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "
                               "model")
     model = to_decoder(source, model_arguments(source.values[STATE]))
     weights = [source.tensor(key) for key in source.entries if key[0] == MODEL]
     if others := sorted({field for field, _ in source.entries} - {MODEL}):
-        logger.info("left out: %s, which a model of experts starts without", ", ".join(others))
+        logger.info("left out %s, which a model of experts does not take over", ", ".join(others))
     values = {name: value for name, value in source.values.items()
               if name not in (COLUMNS, GROUPS, PARAMETERS, "settings")}
     return View(source, neutral_tensors(View(source, weights), model.tied), format=NEUTRAL,
@@ -113,7 +115,7 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """A view of an upcycled model with the names of our fairseq models."""
+    """Return a view of an upcycled model with the names of our fairseq models."""
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
     tensors += more_tensors(tensors, model.tied, model.positions == "sinusoidal")
@@ -123,7 +125,9 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """What a file has besides tensors: the dense model's, with the settings of experts."""
+    """Return the entries of a file that are not tensors: those of the dense model, with settings of
+    experts.
+    """
     state = dict(source.values[STATE])
     state.pop(OPTIMIZER, None)
     arguments = from_decoder(source, model_arguments(state))

@@ -1,17 +1,18 @@
-"""Tensors of fairseq's decoder language models, with our MoE layers or none, under neutral names,
-and back.
+"""Conversion between the tensor names of fairseq's decoder language models and neutral names.
+
+The models may have our MoE layers or be dense.
 
     neutral                      fairseq, below `decoder.`
     embed, output, final_norm    embed_tokens, output_projection, layer_norm
-    position                     embed_positions, behind the rows up to that of padding
-    attention.q, k, v, o         self_attn.q_proj, k_proj, v_proj (of older releases also joined,
+    position                     embed_positions, after the rows up to the padding row
+    attention.q, k, v, o         self_attn.q_proj, k_proj, v_proj (joined in older releases:
                                  self_attn.in_proj_weight), out_proj
     norm1, norm2                 self_attn_layer_norm, final_layer_norm
     mlp.w_in, w_out              fc1, fc2
     moe                          moe_layer.moe
 
-The optimizer's fields follow their parameters. Biases that a model of another format does not have
-are zero in fairseq's; rows of positions that stand for no token are.
+Optimizer fields have the names of their parameters. Biases that a model of another format lacks are
+zero in fairseq's model, and so are rows of positions that belong to no token.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from moe_plugin.checkpoint.source import (
 )
 
 POSITIONS = "decoder.embed_positions.weight"
-PADDING_ROWS = 2  # fairseq counts positions from behind the number of the padding word, which is 1
+PADDING_ROWS = 2  # fairseq's positions start after the number of the padding word, which is 1
 _BUFFERS = {"decoder.version": 3.0, "decoder.embed_positions._float_tensor": 0.0}
 _OUTER = {"decoder.embed_tokens.weight": "embed.weight", POSITIONS: "position.weight",
           "decoder.output_projection.weight": "output.weight",
@@ -60,14 +61,15 @@ _READ = NameTable((*_RULES, *(
 
 
 def our_prefix(prefix: str) -> str:
-    """`layers.N.moe.` as `decoder.layers.N.moe_layer.moe.`."""
+    """Convert the prefix `layers.N.moe.` to `decoder.layers.N.moe_layer.moe.`."""
     return f"decoder.{prefix.removesuffix('moe.')}{_MOE}"
 
 
 def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
-    """The tensors of a `fairseq` source by neutral names.
+    """Yield the tensors of a `fairseq` source by neutral names.
 
     Args:
+        source: the source.
         tied: the output matrix is the embedding, and is left out.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
@@ -76,20 +78,19 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
                           if one.key[1] == POSITIONS else one for one in found), _without_name)
 
 
-def _without_name(one: Derived) -> Derived:
-    name = one.key[1]
+def _without_name(tensor: Derived) -> Derived:
+    name = tensor.key[1]
     if width := re.search(r"\bproject_(in|out)_dim\b", name):
         raise CheckpointError(
-            f"tensor {name!r} projects embeddings of another width (fairseq's default is 512, "
-            "whatever --decoder-embed-dim is), which is not upcycled; train with "
+            f"tensor {name!r} projects embeddings of another width (fairseq's default width is 512 "
+            "for any --decoder-embed-dim), and such a model cannot be upcycled; train with "
             f"--decoder-{width[1]}put-dim equal to --decoder-embed-dim")
-    raise CheckpointError(f"tensor {name!r} has no place in a model of experts: only decoder "
-                          "language models (transformer_lm) without parts of their own are "
-                          "upcycled")
+    raise CheckpointError(f"tensor {name!r} cannot be upcycled: only decoder language models "
+                          "(transformer_lm) with the standard tensors are supported")
 
 
 def fairseq_tensors(source: Source) -> Iterator[Derived]:
-    """The tensors of a neutral source by fairseq's names."""
+    """Yield the tensors of a neutral source by fairseq's names."""
     tensors = [source.tensor(key) for key in source.entries]
     biases = [zeros(one, f"{found[1]}.bias") for one in tensors
               if (found := _WEIGHT.fullmatch(one.key[1]))
@@ -99,7 +100,7 @@ def fairseq_tensors(source: Source) -> Iterator[Derived]:
 
 
 def _without_place(one: Derived) -> Derived:
-    raise CheckpointError(f"tensor {one.key[1]!r} has no place in fairseq's transformer_lm; "
+    raise CheckpointError(f"fairseq's transformer_lm has no counterpart for tensor {one.key[1]!r}; "
                           "choose another format")
 
 
@@ -108,15 +109,17 @@ def _with_padding(one: Derived) -> Derived:
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
-    """What a file of fairseq has besides parameters; the tied output matrix too.
+    """Yield tensors of a fairseq file that are not parameters, and the tied output matrix.
 
     Args:
-        tensors: of `fairseq_tensors`.
+        tensors: result of `fairseq_tensors`.
+        tied: the output matrix is the embedding.
+        sinusoidal: the model has sinusoidal positions.
     """
     if tied:
-        for one in tensors:
-            if one.key == (MODEL, "decoder.embed_tokens.weight"):
-                yield one.renamed("decoder.output_projection.weight")
+        for tensor in tensors:
+            if tensor.key == (MODEL, "decoder.embed_tokens.weight"):
+                yield tensor.renamed("decoder.output_projection.weight")
     for name, value in _BUFFERS.items():
         if name == "decoder.version" or sinusoidal:
             yield filled((MODEL, name), (1,), torch.float32, value)

@@ -1,5 +1,6 @@
-"""A run resumes from the checkpoint of another number of ranks: every rank reads the slices that it
-stores, optimizer state included.
+"""Resuming a fairseq run from a checkpoint that another number of ranks wrote.
+
+Every rank reads the slices that it stores, including optimizer state.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -> Written | None:
-    """The newest complete checkpoint of this name, where another number of ranks wrote it; the same
-    on all ranks.
+    """Return the newest complete checkpoint of this name if another number of ranks wrote it.
+
+    The result is the same on all ranks. The result is None if the newest checkpoint fits this run.
 
     Args:
         filename: this rank's file.
         wanted: manifest entries of this run.
-        group: data-parallel ranks; None: this rank alone.
+        group: data-parallel ranks, or None for a single rank.
     """
     found: Written | None = None
     if wanted["rank"] == 0:
@@ -50,20 +52,24 @@ def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -
 
 def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, int],
               group: Any, model_only: bool = False) -> dict[str, Any]:
-    """This rank's state from the files of other ranks.
+    """Return this rank's state from the files of other ranks.
 
     Args:
-        model_only: leave optimizer state out.
+        written: the files of the checkpoint.
+        wanted: manifest entries of this run.
+        shards: see `state_of_rank`.
+        group: data-parallel ranks, or None for a single rank.
+        model_only: leave the optimizer state out.
     Raises:
-        CheckpointError: a file is damaged; on every rank.
+        CheckpointError: raised on every rank if a file is damaged.
     """
     rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
     errors = files.gather(damage(written.paths[rank::world]), group)
     for error in filter(None, errors):
         raise CheckpointError(error)
     if rank == 0:
-        logger.info("the checkpoint %s of %d ranks is read by %d", written.paths[0], written.world,
-                    world)
+        logger.info("checkpoint %s was written by %d ranks and is read by %d ranks",
+                    written.paths[0], written.world, world)
     with (checksums.verified(map(Path, written.paths)),
           open_written(written, trust.FLAG in sys.argv) as whole):
         source = without_optimizer(whole) if model_only else whole
@@ -71,27 +77,33 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
-    """What is wrong with the first damaged file; flag: which names another checkpoint."""
+    """Describe the first damaged file, or return None if all files are whole.
+
+    flag: the flag that selects another checkpoint, for the message.
+    """
     for path in paths:
         try:
             checksums.verify(path)
         except (OSError, ValueError) as error:
-            return f"checkpoint {path!r} is damaged: {error}; give another one with {flag}"
+            return f"checkpoint {path!r} is damaged: {error}; choose another checkpoint with {flag}"
     return None
 
 
 def part_state(path: str, rank: int = 0, size: int = 1,
                leave_experts: bool = False) -> dict[str, Any]:
-    """Model state of rank `rank` of `size` that share the experts, from the file of any rank.
+    """Return the model state of one of `size` ranks that share the experts, from any rank's file.
 
-    The files of the other ranks are next to it; any number of ranks may have written them.
+    The other ranks' files must be in the same folder. Any number of ranks may have written them.
 
     Args:
-        leave_experts: their values are `Derived`, which `StoredExperts` reads one by one.
+        path: file of any rank.
+        rank, size: rank in the expert-parallel group, and its size.
+        leave_experts: return `Derived` tensors for experts, which `StoredExperts` reads one at a
+            time.
     Raises:
-        CheckpointError: a file is missing, or of another step; a file of this rank's share is
+        CheckpointError: a file is missing or of another step, or a file of this rank's share is
             damaged.
-        ValueError: the experts do not fit.
+        ValueError: the experts do not fit the ranks.
     """
     trusted = trust.FLAG in sys.argv
     left_out: list[str] = []
@@ -100,9 +112,9 @@ def part_state(path: str, rank: int = 0, size: int = 1,
         raise CheckpointError(
             f"checkpoint {without_rank(path)!r} is incomplete: "
             f"{'; '.join(left_out) or 'a file of a rank is missing, or of another step'}; restore "
-            "it, or give another one with --path")
-    if found := damage(steps[0].paths[rank::size], "--path"):
-        raise CheckpointError(found)
+            "the file, or choose another checkpoint with --path")
+    if error := damage(steps[0].paths[rank::size], "--path"):
+        raise CheckpointError(error)
     with open_written(steps[0], trusted) as source:
         state = columns_of_rank(source, rank, size)[MODEL]
         return {name: value if leave_experts and ".moe.experts." in name

@@ -1,10 +1,10 @@
-"""From fairseq's settings to `MoEConfig`.
+"""Conversion of fairseq's settings to `MoEConfig`.
 
-Order, lowest first: the tree's defaults, what fairseq's own settings say (inner width, activation,
-the `moe` branch's flags), `--moe-config`, generated flags. Branch flags that were changed from
-their default may add to the file; where they say something else about a setting, or where two
-flags do, it is refused. Below a file that gives a number of experts the branch's defaults are
-not read.
+The sources of settings are, in order of increasing priority: the defaults, fairseq's own settings
+(inner width, activation, the `moe` branch's flags), `--moe-config`, and generated flags. Branch
+flags that differ from their default may add settings to the file. An error is raised if a branch
+flag contradicts the file or another flag. The branch's defaults are ignored if the file sets a
+number of experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
     "swish": "silu", "relu_squared": "squared_relu",
 }
-# branch flag: (its default, the path it sets)
+# branch flag: (its default, the path of our setting)
 BRANCH_PATHS: dict[str, tuple[Any, str]] = {
     "moe_expert_count": (0, "num_experts"),
     "moe_top1_expert": (False, "router.top_k"),
@@ -46,7 +46,7 @@ BRANCH_PATHS: dict[str, tuple[Any, str]] = {
     "moe_batch_prioritized_routing": (False, "router.batch_prioritized"),
     "moe_eval_capacity_token_fraction": (0.25, "dispatch.eval_token_fraction"),
 }
-# the branch divides weights by their sum, or by torch.finfo(torch.float32).eps where that is more
+# the branch divides weights by their sum, but at least by torch.finfo(torch.float32).eps
 BRANCH_DIVISOR = 2.0**-23
 _OF_DENSE_LAYERS = "experts.hidden_dim", "experts.activation", "experts.dropout"
 _TOP_K_AT = next(spec for spec in setting_specs() if spec.path == "router.top_k_at")
@@ -55,37 +55,42 @@ DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_fact
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
-    """Attribute of a namespace or config; `default` where absent. Choices read as text."""
+    """Return an attribute of a namespace or config, or `default` if it is absent; choices as text.
+    """
     return plain_value(getattr(args, name, default))
 
 
 def plain_value(value: Any) -> Any:
-    """A choice of fairseq's dataclasses as its text; anything else unchanged."""
+    """Return a choice of fairseq's dataclasses as text, and any other value unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 
 def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) -> MoEConfig:
-    """The settings of one stack's MoE layers.
+    """Return the settings of one stack's MoE layers.
 
     Args:
-        args: namespace or config with the branch's flags and the generated ones (absent: default).
-        model_dim, ffn_dim, activation: of the dense layers, by fairseq's names.
+        args: namespace or config with the branch's flags and the generated flags; absent flags have
+            their default.
+        model_dim, ffn_dim, activation: width, inner width and activation of the dense layers, by
+            fairseq's names.
     Raises:
-        ValueError: naming the flags, their values and the remedy.
+        ValueError: settings contradict each other or are invalid. The message names the flags,
+            their values and the remedy.
     """
     in_file = file_settings(flag_values(args)).get("model_dim")
     if in_file and in_file != model_dim:
         raise ValueError(
             f"model_dim={in_file} in {short(setting(args, CONFIG_FLAG.dest))} contradicts the "
-            f"width {model_dim} of fairseq's layers; set both to one value (--decoder-embed-dim, "
-            "--encoder-embed-dim), or leave model_dim out of the file")
+            f"width {model_dim} of fairseq's layers; set both to the same value "
+            "(--decoder-embed-dim, "
+            "--encoder-embed-dim), or remove model_dim from the file")
     config = _settings(args, model_dim, ffn_dim, activation)
     _warn(args, config)
     return config
 
 
 def check_flags(args: Any) -> None:
-    """`ValueError` for settings that do not fit, as far as they are known before a model is built.
+    """Raise `ValueError` for invalid settings, as far as they are known before a model is built.
 
     args: parsed flags of a model that may have experts.
     """
@@ -98,7 +103,7 @@ def check_flags(args: Any) -> None:
     config = _settings(args, 1, setting(args, "decoder_ffn_embed_dim") or 1,
                        str(setting(args, "activation_fn", "relu")))
     run_config(args)
-    if config.dispatch.name in dispatchers:  # a module of `imports` may bring it
+    if config.dispatch.name in dispatchers:  # a module in `imports` may register it later
         check_settings(config.dispatch)
 
 
@@ -115,7 +120,8 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
     changed = set(_changed_branch_paths(args))
     whole = describes_layers(in_file)
     names = router_names(str(flags.get("moe_router") or in_file.get("router.name", "topk")))
-    read = only_read(base, names, max(chosen_k))  # the branch's defaults are for its own gates
+    # the branch's defaults apply to the branch's gates only
+    read = only_read(base, names, max(chosen_k))
     base = {path: value for path, value in base.items()
             if (path in read and path not in in_file and (not whole or path in _OF_DENSE_LAYERS))
             or path in changed}
@@ -127,10 +133,10 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
 
 
 def run_config(args: Any) -> RunConfig:
-    """What a run of fairseq is asked for.
+    """Return the run settings of a fairseq run.
 
     Raises:
-        ValueError: a setting that fairseq cannot honour, or a bad value.
+        ValueError: fairseq does not support a setting, or a value is invalid.
     """
     run = run_from_flags(flag_values(args))
     refuse_lacking(run, "fairseq")
@@ -138,21 +144,23 @@ def run_config(args: Any) -> RunConfig:
 
 
 def flag_values(args: Any) -> dict[str, Any]:
-    """The generated flags of a namespace or config by `dest`; None: not given."""
+    """Return the generated flags of a namespace or config by `dest`; None for flags that are not
+    set.
+    """
     return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
 
 
 def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"--activation-fn {short(name)} has no expert counterpart; use one of "
+            f"--activation-fn {short(name)} is not available for experts; use one of "
             f"{', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
 
 
 def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> bool:
-    """Whether a run has the branch's gates, whose weights are divided."""
+    """Return whether a run uses the branch's gates, which divide the routing weights."""
     def given(name: str) -> Any:
         return flags.get(f"moe_router_{name}") or in_file.get(f"router.{name}")
 
@@ -161,7 +169,7 @@ def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[s
 
 
 def _changed_branch_paths(args: Any) -> dict[str, str]:
-    """Paths set by branch flags that differ from their default, with the flag."""
+    """Return the paths set by branch flags that differ from their default, with the flag."""
     return {
         path: name for name, (default, path) in BRANCH_PATHS.items()
         if setting(args, name, default) != default
@@ -169,8 +177,10 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Numbers of experts per token, at first and by `router.top_k_at`, as far as they can be read:
-    flag, file, branch. (Nonsense is refused later, by the tree.)
+    """Return the numbers of experts per token, initially and by `router.top_k_at`.
+
+    The number is read from the flag, the file or the branch's flag, in this order. Invalid values
+    are refused later.
     """
     later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else
              in_file.get(_TOP_K_AT.path) or {})
@@ -182,11 +192,11 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 
 
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
-    """What the branch's flags mean in our tree.
+    """Translate the branch's flags to our settings.
 
-    The branch keeps 2*ceil(S/E) slots for top-2 and ceil(S/E) for top-1, which both are capacity
-    factor 1, and ceil(fraction*S) slots in evaluation; it normalises top-2 weights after dropping
-    and takes the top-1 weight as it is.
+    The branch has 2*ceil(S/E) slots for top-2 and ceil(S/E) slots for top-1, which both correspond
+    to capacity factor 1, and ceil(fraction*S) slots in evaluation. The branch normalizes top-2
+    weights after dropping and leaves the top-1 weight unchanged.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
@@ -215,7 +225,7 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         if path in in_file and path in base and in_file[path] != base[path]:
             raise ValueError(
                 f"--{name.replace('_', '-')} ({path}={short(base[path])}) contradicts "
-                f"{path}={short(in_file[path])} in {short(flags[CONFIG_FLAG.dest])}; leave out the "
+                f"{path}={short(in_file[path])} in {short(flags[CONFIG_FLAG.dest])}; remove the "
                 "flag, or the setting in the file")
     for spec in setting_specs():
         given = flags.get(spec.dest)
@@ -227,7 +237,7 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         if mine != said:
             raise ValueError(
                 f"--{name.replace('_', '-')} ({spec.path}={short(said)}) contradicts {spec.flag} "
-                f"{short(given)}; give one of the two"
+                f"{short(given)}; use only one of the two flags"
             )
 
 
@@ -235,45 +245,48 @@ def _warn(args: Any, config: MoEConfig) -> None:
     ffn = setting(args, "moe_expert_ffn_dim")
     if ffn and ffn != config.hidden_dim:
         logger.warning(
-            "--moe-expert-ffn-dim %s is not read, as in fairseq's moe branch; "
+            "--moe-expert-ffn-dim %s is ignored, as in fairseq's moe branch; "
             "--moe-expert-hidden-dim sets the width",
             ffn)
     if setting(args, "dummy_a2a", False):
         logger.warning(
-            "--dummy-a2a: tokens do not reach their experts, results are wrong; for profiling only")
+            "--dummy-a2a: tokens are not sent to their experts, so results are wrong; use it only "
+            "for profiling")
 
 
 def check_experts_given(args: Any, freq: int) -> None:
-    """`ValueError` for MoE layers without a number of experts, or with a negative frequency."""
+    """Raise `ValueError` for MoE layers without a number of experts, or for a negative frequency.
+    """
     if freq < 0:
         raise ValueError(
-            f"--moe-freq {freq} is out of bounds: must be >= 0; use 0 for a dense model")
+            f"--moe-freq {freq} is out of bounds: it must be >= 0; use 0 for a dense model")
     named = setting(args, "moe_expert_count", 0) or setting(args, "moe_num_experts") or setting(
         args, CONFIG_FLAG.dest)
     if freq and not named:
         raise ValueError(
-            f"--moe-freq {freq} asks for MoE layers, but --moe-expert-count is 0; set it, e.g. to "
+            f"--moe-freq {freq} requests MoE layers, but --moe-expert-count is 0; set it, e.g. to "
             "8, or use --moe-freq 0"
         )
     if not freq and setting(args, "moe_expert_count", 0):
-        logger.warning("--moe-expert-count %s has no effect: --moe-freq is 0, the model is dense",
+        logger.warning("--moe-expert-count %s has no effect, because --moe-freq 0 builds a dense "
+                       "model",
                        setting(args, "moe_expert_count"))
 
 
 def masks_padding(args: Any, config: MoEConfig) -> bool:
-    """Whether padding is kept from the router.
+    """Return whether padding tokens are excluded from routing.
 
-    So it is with `--use-moe-pad-mask`, and always with the dropless dispatcher.
+    Padding is excluded with `--use-moe-pad-mask`, and always with dropless dispatch.
     """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
 
 def gradient_factor(args: Any, world: int) -> float:
-    """What an expert's gradient is multiplied with.
+    """Return the factor for the gradients of experts.
 
-    fairseq multiplies every gradient by W / sample_size; the shared ones were divided by W before.
-    An expert's gradient is a sum over all ranks already, so it is divided by W here, once (or by
-    its root, `--moe-normalize-expert-grad sqrt_world_size`).
+    fairseq multiplies every gradient by W / sample_size, and shared gradients were divided by W
+    before. An expert's gradient is already a sum over all ranks, so it is divided by W here (or by
+    the square root of W with `--moe-normalize-expert-grad sqrt_world_size`).
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

@@ -1,5 +1,7 @@
-"""Upcycling of fairseq's translation models, under fairseq's own names: other formats have no
-encoder. Everything but the feed-forward networks stays as it is.
+"""Upcycling of fairseq's translation models.
+
+The models keep fairseq's names, because other formats have no encoder. All tensors outside the
+feed-forward networks are unchanged.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from moe_plugin.checkpoint.upcycle import Upcycling, moe_tensors, refuse_experts
 from moe_plugin.config.flags import setting_specs
 
 STACKS = ("encoder", "decoder")
-# copies of its parameters that an encoder layer of fairseq >= 0.12 has next to them
+# copies of its parameters that an encoder layer of fairseq >= 0.12 stores next to the originals
 _COPIES = re.compile(r"(encoder)\.layers\.(\d+)\.(in_proj|out_proj|fc1|fc2)_(weight|bias)")
 _MLP = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.fc([12])\.(weight|bias)")
 
 
 def translates(source: Source) -> bool:
-    """Whether a source is a fairseq model with an encoder of layers."""
+    """Return whether a source is a fairseq model with an encoder of layers."""
     return source.format == "fairseq" and any(name.startswith("encoder.layers.")
                                               for _, name in source.entries)
 
 
 def upcycle(source: Source, plan: Upcycling) -> View:
-    """A dense translation model as one with experts, lazily, of fairseq's format.
+    """Return a lazy view of a dense translation model as a model with experts, in fairseq's format.
 
     Raises:
-        CheckpointError: it has MoE layers already, no layer becomes one, or its settings do not fit
-            experts.
+        CheckpointError: the model already has MoE layers, no layer becomes an MoE layer, or the
+            settings do not fit experts.
     """
     refuse_experts(source)
     every = {stack: plan.every if own is None else own for stack, own in zip(
@@ -51,13 +53,15 @@ def upcycle(source: Source, plan: Upcycling) -> View:
               if every[place[0]] and (place[1] + 1) % every[place[0]] == 0}
     for stack, frequency in every.items():
         if (frequency or not any(every.values())) and not any(one == stack for one, _ in chosen):
-            raise CheckpointError(f"no layer of the {stack} becomes an MoE layer: every={frequency}"
-                                  "; use a smaller --every, or 0 for one of the two stacks")
+            raise CheckpointError(f"no layer of the {stack} becomes an MoE layer with "
+                                  f"every={frequency}; use a smaller --every, or 0 for one of the "
+                                  "two stacks")
     arguments = {**model_arguments(source.values[STATE]), **_flags(plan, every, chosen)}
     try:
         check_flags(Namespace(**arguments))
     except ValueError as error:
-        raise CheckpointError(f"the model cannot have experts: {error}") from error
+            raise CheckpointError("the model cannot be converted to a model with experts: "
+                                  f"{error}") from error
     tell_left_out(source)
     left = {name: value for name, value in source.values.items() if name not in (COLUMNS, GROUPS)}
     layers = {_prefix(place): {"num_experts": plan.experts} for place in chosen}
@@ -66,13 +70,13 @@ def upcycle(source: Source, plan: Upcycling) -> View:
 
 
 def _mlps(source: Source) -> dict[tuple[str, int], dict[str, Derived]]:
-    """Neutral names below an MLP, by stack and layer."""
-    found: dict[tuple[str, int], dict[str, Derived]] = {}
+    """Return the tensors of each MLP by their neutral names below it, by stack and layer."""
+    mlps: dict[tuple[str, int], dict[str, Derived]] = {}
     for key in source.entries:
         if key[0] == MODEL and (name := _MLP.fullmatch(key[1])):
             part = f"{('w_in', 'w_out')[int(name[3]) - 1]}.{name[4]}"
-            found.setdefault((name[1], int(name[2])), {})[part] = source.tensor(key)
-    return found
+            mlps.setdefault((name[1], int(name[2])), {})[part] = source.tensor(key)
+    return mlps
 
 
 def _prefix(place: tuple[str, int]) -> str:
@@ -87,14 +91,16 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[tuple[str, int], Any
             yield source.tensor(key)
     for number, place in enumerate(mlps):
         if place in chosen:
-            for one in moe_tensors(chosen[place], plan, number, ""):
-                yield one.renamed(_prefix(place) + LAYER_NAMES[one.key[1]])
+            for tensor in moe_tensors(chosen[place], plan, number, ""):
+                yield tensor.renamed(_prefix(place) + LAYER_NAMES[tensor.key[1]])
 
 
 def _flags(plan: Upcycling, every: Mapping[str, int],
            chosen: Mapping[tuple[str, int], Mapping[str, Derived]]) -> dict[str, Any]:
-    """What the flags of a command that builds the new model say. Experts have the inner width of
-    their stack's dense layers, unless they are pieces or have shared ones.
+    """Return the flags of a command that builds the new model.
+
+    Experts have the inner width of their stack's dense layers, unless the MLPs are cut into pieces
+    or there is a shared expert.
     """
     settings: dict[str, Any] = {"router.top_k": plan.top_k, "router.normalize": "before_drop",
                                 "router.normalize_min": 0.0}
@@ -102,8 +108,8 @@ def _flags(plan: Upcycling, every: Mapping[str, int],
         widths = {mlp["w_in.weight"].entry.shape[0] for mlp in chosen.values()}
         if len(widths) > 1:
             raise CheckpointError(
-                f"the inner widths of encoder and decoder differ ({sorted(widths)}), and one flag "
-                "sets them for both: use granularity=1 and shared=0, or --encoder-every 0")
+                f"the inner widths of encoder and decoder differ ({sorted(widths)}), but one flag "
+                "sets both: use granularity=1 and shared=0, or --encoder-every 0")
         width = widths.pop()
         settings |= {"experts.hidden_dim": width // plan.granularity,
                      **({"experts.shared_hidden_dim": width,
@@ -118,7 +124,7 @@ def _flags(plan: Upcycling, every: Mapping[str, int],
 
 def _state(values: Mapping[str, Any], arguments: Mapping[str, Any],
            plan: Upcycling) -> dict[str, Any]:
-    """What the file has besides tensors."""
+    """Return all entries of the file that are not tensors."""
     old = values[STATE]
     state = {name: value for name, value in old.items() if name not in (OPTIMIZER, CRITERION)}
     if old.get("cfg") is not None:

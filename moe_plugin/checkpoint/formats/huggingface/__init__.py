@@ -1,3 +1,3 @@
-"""Checkpoints of Hugging Face's `transformers`: Mixtral, Qwen-MoE, DeepSeek, OLMoE, and dense
-models of their kind.
+"""Checkpoints of Hugging Face's `transformers`: MoE models such as Mixtral, Qwen-MoE, DeepSeek and
+OLMoE, and similar dense models.
 """

@@ -1,4 +1,4 @@
-"""Families of decoder models in Hugging Face's `transformers`: one table."""
+"""The table of decoder model families in Hugging Face's `transformers`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ALL = (
                       **shared_names("shared_experts")},
                shared="plain", scores="sigmoid", expert_bias=True, normalize=True, scales=True,
                keys={"router_scale": "route_scale"}),
-           alone="gates on attention, four norms a layer, windows by a pattern"),
+           alone="gates on attention, four norms per layer, windows in some layers"),
     Family(model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", title="DeepSeek-V2",
            block=Block(names={**GATE, **shared_names("shared_experts")}, shared="plain",
                        normalize=False, scales=True, group_scores=1,
@@ -52,7 +52,7 @@ _ALL = (
            decoder=Decoder(dense="first", biases=("none", "all"), mlp_bias=True, latent=True,
                            defaults={**LATENT, "routed_scaling_factor": 1.0})),
     Family(model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM",
-           title="DeepSeek-V3, and Kimi-K2 (Moonshot AI), whose model it is",
+           title="DeepSeek-V3, and Kimi-K2 (Moonshot AI), which uses the same model",
            also=("kimi_k2",), block=DEEPSEEK_V3,
            decoder=Decoder(
                dense="first", biases=("none", "all"), latent=True,
@@ -74,15 +74,15 @@ _ALL = (
                bias_row=True, shared="plain", expert_bias=True, normalize=True, float32=("gate.",),
                normalize_add=0.0, normalize_min="moe_norm_min",
                keys={"top_k": "moe_k", "experts": "moe_num_experts"}),
-           alone="rotary positions that pair neighbours"),
+           alone="rotary positions that pair neighbors"),
     Family(model_type="exaone_moe", architecture="ExaoneMoeForCausalLM",
            title="K-EXAONE (LG AI Research)",
            block=replace(DEEPSEEK_V3, keys={},
                          files={"router.expert_bias": "e_score_correction_bias"}),
-           alone="windows and layers without positions by a pattern"),
+           alone="windows in some layers, no positions in some layers"),
     Family(model_type="flex_olmo", architecture="FlexOlmoForCausalLM", title="FlexOlmo (AI2)",
            block=Block(keys={"width": "intermediate_size"}),
-           alone="norms behind attention and experts"),
+           alone="norms after attention and experts"),
     Family(model_type="glm4_moe", architecture="Glm4MoeForCausalLM",
            title="GLM-4.5 and its successors (Z.ai)",
            block=DEEPSEEK_V3,
@@ -95,7 +95,7 @@ _ALL = (
     Family(model_type="glm4_moe_lite", architecture="Glm4MoeLiteForCausalLM",
            title="GLM-4.7-Flash (Z.ai)",
            block=DEEPSEEK_V3,
-           alone="latent attention, dense layers by a list"),
+           alone="latent attention, a list of dense layers"),
     Family(model_type="glm_moe_dsa", architecture="GlmMoeDsaForCausalLM", title="GLM-5 (Z.ai)",
            block=DEEPSEEK_V3,
            alone="sparse attention with an indexer"),
@@ -121,7 +121,7 @@ _ALL = (
                names={"router.weight": "gate.wg.weight", **shared_names("shared_mlp")},
                shared="plain", normalize=True, float32=("gate.",),
                keys={"top_k": "moe_topk", "width": "intermediate_size"}),
-           alone="norms of queries and keys behind their rotation"),
+           alone="norms of queries and keys after their rotation"),
     Family(model_type="hy_v3", architecture="HYV3ForCausalLM", title="Hunyuan 3 (Tencent)",
            block=Block(
                names={**GATE, "router.expert_bias": "e_score_correction_bias",
@@ -130,7 +130,7 @@ _ALL = (
                       **shared_names("shared_mlp")},
                shared="plain", scores="sigmoid", expert_bias=True, normalize=True, scales=True,
                float32=("gate.", "router.gate."), keys={"router_scale": "router_scaling_factor"}),
-           alone="dense layers by a list"),
+           alone="a list of dense layers"),
     Family(model_type="jamba", architecture="JambaForCausalLM", title="Jamba (AI21)",
            block=Block(module="feed_forward", names={"router.weight": "router.weight"},
                        normalize=False, keys={"width": "intermediate_size"}),
@@ -141,7 +141,7 @@ _ALL = (
                DEEPSEEK_V3, module_in_files="block_sparse_moe", parts=("w1", "w3", "w2"),
                keys={"top_k": "num_experts_per_token", "normalize_top_k": "moe_renormalize",
                      "groups": "num_expert_group"}),
-           alone="delta attention beside latent attention without positions"),
+           alone="delta attention next to latent attention without positions"),
     Family(model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", title="LFM2-MoE (Liquid AI)",
            block=Block(module="feed_forward", names={**GATE, "router.expert_bias": "expert_bias"},
                        parts=("w1", "w3", "w2"), scores="sigmoid", expert_bias=True, scales=True,
@@ -200,7 +200,7 @@ _ALL = (
                shared="plain", scores="sigmoid", expert_bias=True, scales=True, group_scores=2,
                float32=("gate.",),
                keys={"activation": "mlp_hidden_act", "experts": "n_routed_experts"}),
-           alone="Mamba layers; layers of one kind each"),
+           alone="Mamba layers; each layer has a single type"),
     Family(model_type="olmoe", architecture="OlmoeForCausalLM", title="OLMoE (AI2)",
            block=Block(keys={"width": "intermediate_size"}),
            decoder=Decoder(biases=("none", "all"), qk_norm=("all",), extras=("clip_qkv",),
@@ -252,15 +252,15 @@ _BY_TYPE = {name: family for family in FAMILIES.values()
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a configuration; `CheckpointError` where it is of none that is known."""
+    """Return the family of a configuration; raise `CheckpointError` for an unknown `model_type`."""
     name = config.get("model_type")
     if name not in _BY_TYPE:
-        raise CheckpointError(f"config.json: model_type={short(name)} is not known; known: "
-                              f"{', '.join(_BY_TYPE)}")
+        raise CheckpointError(f"config.json: model_type={short(name)} is not supported; supported "
+                              f"types: {', '.join(_BY_TYPE)}")
     return _BY_TYPE[name]
 
 
 def moe_block_of(config: Mapping[str, Any]) -> Block | None:
-    """Its MoE layers; None: it has none, or its family is not known."""
+    """Return the MoE block of a configuration, or None for dense models and unknown families."""
     family = _BY_TYPE.get(str(config.get("model_type")))
     return None if family is None else family.block

@@ -1,5 +1,7 @@
-"""What a family of models in Hugging Face's `transformers` is: names and settings of its MoE block,
-and what surrounds it. `families` lists them.
+"""Description of a model family in Hugging Face's `transformers`.
+
+A family describes names and settings of the MoE block and of the surrounding decoder. `families`
+lists all families.
 """
 
 from __future__ import annotations
@@ -19,44 +21,46 @@ _MLP = {"w_gate": "gate_proj", "w_in": "up_proj", "w_out": "down_proj"}
 
 
 def shared_names(module: str) -> dict[str, str]:
-    """Names of a shared expert, by neutral ones."""
+    """Return the names of a shared expert's tensors by neutral names."""
     return {f"shared.{ours}.{kind}": f"{module}.{theirs}.{kind}"
             for ours, theirs in _MLP.items() for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The MoE block of a family. What it may lack (biases, shared expert) is named all the same.
+    """The MoE block of a family. Names are also set for parts that a model may lack, such as biases
+    and a shared expert.
 
     Attributes:
-        module: of a decoder layer, in the model.
-        module_in_files: in files, where another.
-        names: of tensors below the module, by neutral names below `layers.N.moe.`.
-        gate_up, down: of all experts in one tensor: gates and inputs ([E, 2F, D]; plain experts'
-            inputs [E, F, D]), outputs [E, D, F]; biases are called the same with `_bias`.
-        transposed: these have their last two axes the other way round.
-        in_turn: gates and inputs take turns along the axis, in place of one behind the other.
-        files: in the place of `names`, "gate_up" and "down" where files differ from the model.
-        parts: in files, of each expert by itself, `experts.E.PART.weight` of gate, input and output
-            matrix; (): files have the tensors of all experts.
+        module: name of the block in a decoder layer of the model.
+        module_in_files: name of the block in files, if it differs from `module`.
+        names: names of tensors below the module, by neutral names below `layers.N.moe.`.
+        gate_up, down: names of the tensors of all experts: gates and inputs ([E, 2F, D]; inputs of
+            experts without gates [E, F, D]), and outputs [E, D, F]; the names of their biases end
+            in `_bias`.
+        transposed: the last two axes of `gate_up` and `down` are exchanged.
+        in_turn: rows of gates and inputs alternate, instead of all gates followed by all inputs.
+        files: names that replace `names`, "gate_up" and "down" if files differ from the model.
+        parts: names of gate, input and output matrix of each expert in files
+            (`experts.E.PART.weight`); () if files have tensors of all experts.
         bias_row: `router.expert_bias` is a matrix [1, E].
-        gated: an expert has a gate.
+        gated: experts have gates.
         shared: "none", "plain" or "gated".
-        scores: "softmax", "sigmoid", or "sparsemixer", a router of its own.
-        expert_bias: one is added for the choice.
-        normalize: `normalize_top_k` that it can have; None: the configuration says it.
-        normalize_add: what is added to the sum of the weights of the chosen before it divides them.
-            (A softmax whose largest scores are chosen sums to so much that it has no effect.)
-        normalize_min: key of `config.json` of the least number that divides them; "": none.
-        scales: has a factor on the weights.
-        methods: values of `topk_method` in `config.json`; the first where it has none.
-        group_scores: with groups, how many scores make a group's; None: no groups.
-        keys: of `config.json`, where they differ from `KEYS`; of `gate_clamp`, which other families
-            do not read.
-        settings: neutral settings that all its models have.
-        needs: values that settings of `config.json` must have, to be what is said here.
-        float32: beginnings of names in the block that `transformers` keeps in float32.
-        pair: the block returns the router's logits, too.
+        scores: "softmax", "sigmoid", or "sparsemixer", which is a separate router.
+        expert_bias: a bias is added to the scores to choose experts.
+        normalize: the only supported `normalize_top_k`, or None if the configuration sets it.
+        normalize_add: constant that is added to the sum of the chosen weights before the division.
+            (With the largest softmax scores, the sum is so large that the constant has no effect.)
+        normalize_min: key in `config.json` of the minimal divisor; "" for no minimum.
+        scales: the weights have a factor.
+        methods: supported values of `topk_method` in `config.json`; the first value is the default.
+        group_scores: number of scores that make up a group's score; None without groups.
+        keys: keys of `config.json` that differ from `KEYS`, including `gate_clamp`, which other
+            families do not read.
+        settings: neutral settings that all models of the family have.
+        needs: values that settings of `config.json` must have for this description to apply.
+        float32: name prefixes in the block that `transformers` keeps in float32.
+        pair: the block also returns the router's logits.
     """
 
     module: str = "mlp"
@@ -86,25 +90,25 @@ class Block:
     pair: bool = False
 
     def key(self, setting: str) -> str:
-        """The key of a neutral setting in `config.json`."""
+        """Return the key of a neutral setting in `config.json`."""
         return self.keys.get(setting, KEYS[setting])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """What surrounds the MoE block, in families whose whole models have a neutral form.
+    """The part of a model around the MoE block, in families whose whole models have a neutral form.
 
     Attributes:
-        dense: which layers may be dense: "none", "any", "first".
-        biases: of attention: "none", "qkv" or "all", which of them.
-        mlp_bias: of dense layers.
-        bias_key: of `config.json`, whether attention has biases; "": always or never.
-        qk_norm: "none", "head" or "all", which of them.
-        latent: attention has latents.
-        window: may look back a number of tokens.
-        part: may turn a part of each head alone.
+        dense: layers that may be dense: "none", "any", "first".
+        biases: supported biases of attention: "none", "qkv" or "all".
+        mlp_bias: dense layers may have biases.
+        bias_key: key in `config.json` that enables biases of attention; "" if they are fixed.
+        qk_norm: supported norms of queries and keys: "none", "head" or "all".
+        latent: attention uses latents.
+        window: attention may be limited to a number of previous tokens.
+        part: rotary positions may apply to a part of each head.
         defaults: settings that `config.json` may leave out.
-        extras: more settings that it holds.
+        extras: further settings that the family supports.
     """
 
     dense: str = "none"
@@ -121,14 +125,16 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the models of one `model_type` can hold.
+    """A family: all models with one `model_type`.
 
     Attributes:
+        model_type: `model_type` in `config.json`.
         architecture: class of the model with a language-model head.
-        title: what it is called, and by whom it was published.
-        also: other `model_type`s that published checkpoints of it have; it is written as its own.
-        block: its MoE layers; None: it is dense.
-        decoder: what surrounds them; None: it has no neutral form, because of `alone`.
+        title: name and publisher.
+        also: other `model_type`s of published checkpoints; written models always have `model_type`.
+        block: the MoE layers, or None for a dense model.
+        decoder: the part around the MoE layers, or None if it has no neutral form.
+        alone: the reason why the part around the MoE layers has no neutral form.
     """
 
     model_type: str

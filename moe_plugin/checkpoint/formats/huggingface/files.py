@@ -1,5 +1,7 @@
-"""Reading and writing folders of safetensors: `config.json`, `model-00001-of-0000N.safetensors`,
-`model.safetensors.index.json`. Nothing in them is code, and nothing is unpickled.
+"""Reading and writing of safetensors folders.
+
+A folder has `config.json`, `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`.
+None of these files contains code, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,19 +34,20 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, write_whole
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MODELOPT = "hf_quant_config.json"  # in which older ModelOpt describes a quantization
+MODELOPT = "hf_quant_config.json"  # file in which older ModelOpt describes a quantization
 SHARD_BYTES = 5 << 30
 _EXPERT = re.compile(r"(.+\.)(?:experts\.(?:(\d+)\.|(?:gate_up|up|down)_proj(?:_blocks)?$)|"
                      r"input_linear\.weight$)")
 _LAYER = re.compile(r"(?:layers|blocks|h)\.(\d+)\.")
-# settings that count layers, experts, other parts
+# settings that count layers, experts or other parts
 _COUNT = re.compile(r"^(?:(num_(?:hidden_)?layers|n_layers?)|(.*experts)|.*(?:_size|heads|_dim))$")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_safetensors(path: Path) -> DerivedSource:
-    """A folder of safetensors with its `config.json`, which is `values["config"]`; names are those
-    of the files.
+    """Open a folder of safetensors; tensors have the names in the files.
+
+    The content of `config.json` becomes `values["config"]`.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -60,8 +63,8 @@ def open_safetensors(path: Path) -> DerivedSource:
                   for name, one in held.items() if weights.get(name, file) == file}
         lost = [name for name, at in weights.items() if name and at == file and name not in held]
         if lost:
-            raise CheckpointError(f"{str(path / file)!r} has no tensor {lost[0]!r}, which {INDEX} "
-                                  "says is there; get the file again")
+            raise CheckpointError(f"{str(path / file)!r} has no tensor {lost[0]!r}, although "
+                                  f"{INDEX} lists it; download or copy the file again")
     layers: dict[str, dict[str, Any]] = _layers_of({name: one.entry for name, one in found.items()})
     block = moe_block_of(config)
     if block is not None:
@@ -81,14 +84,15 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
                     for name, held in sorted(file.held.items())}
     except (OSError, ValueError) as error:
         remedy = ("convert the model to one of them" if isinstance(error, UnknownDtype)
-                  else "get the file again")
+                  else "download or copy the file again")
         raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read ({short(error)}); "
                               f"{remedy}") from error
 
 
 def check_counts(source: Source) -> None:
-    """`CheckpointError` where `config.json` has more layers, experts or elements than the files,
-    because a model of any size would be built first.
+    """Raise `CheckpointError` if `config.json` counts more layers, experts or elements than exist.
+
+    A model of any size would otherwise be built before the mismatch is found.
     """
     config, names = source.values["config"], [name for _, name in source.entries]
     layers = 1 + max((int(found[1]) for found in map(_LAYER.search, names) if found), default=0)
@@ -99,12 +103,14 @@ def check_counts(source: Source) -> None:
         kind = _COUNT.search(name)
         most = 0 if kind is None else layers if kind[1] else experts if kind[2] else elements
         if most and isinstance(value, int) and value > most:
-            raise CheckpointError(f"config.json has {name}={short(value)}, the files have at most "
-                                  f"{most}: they are not of one model; get the folder again")
+            raise CheckpointError(f"config.json has {name}={short(value)}, but the files allow at "
+                                  f"most {most}: they belong to different models; download or copy "
+                                  "the folder again")
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
-    """MoE layers by the names of experts, one by one or all of a layer in one tensor."""
+    """Return the MoE layers by the names of experts, which are stored separately or in one tensor.
+    """
     layers: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
         if found := _EXPERT.match(name):
@@ -115,47 +121,50 @@ def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a file; `CheckpointError` where it is missing or something else."""
+    """Read a JSON object from a file; raise `CheckpointError` if the file is missing or invalid."""
     try:
         check_input(path)
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read ({short(error)}); give the folder of "
-                              "a Hugging Face model") from error
+        raise CheckpointError(f"{str(path)!r} cannot be read ({short(error)}); use the folder of a "
+                              "Hugging Face model") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} is not JSON ({short(error)}); get the file again"
-                              ) from error
+        raise CheckpointError(f"{str(path)!r} is not JSON ({short(error)}); download or copy the "
+                              "file again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{str(path)!r} holds a {type(values).__name__}, not an object; get "
-                              "the file again")
+        raise CheckpointError(f"{str(path)!r} contains a {type(values).__name__}, but an object "
+                              "was expected; download or copy the file again")
     return values
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """File of each tensor; {"": file} for a single file, all of whose tensors count.
+    """Return the file of each tensor, or {"": file} if a single file contains all tensors.
 
     Raises:
-        CheckpointError: there are no safetensors, or the index names files elsewhere.
+        CheckpointError: there are no safetensors files, or the index refers to other folders.
     """
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             return {"": SINGLE}
         pickled = sorted(one.name for one in path.glob("pytorch_model*.bin"))
-        why = (f"{pickled[0]} is a pickle, which can hold code and is not read: save the model "
+        why = (f"{pickled[0]} is a pickle, which can contain code and is not read: save the model "
                "with save_pretrained(..., safe_serialization=True)" if pickled
-               else f"there is no {SINGLE} and no {INDEX}")
-        raise CheckpointError(f"{str(path)!r} has no safetensors; {why}")
+               else f"it contains neither {SINGLE} nor {INDEX}")
+        raise CheckpointError(f"{str(path)!r} has no safetensors files; {why}")
     found = read_json(path / INDEX).get("weight_map")
     if not isinstance(found, dict) or not found or not all(
             isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors")
             for file in found.values()):
         raise CheckpointError(f"{str(path / INDEX)!r} has no weight_map from tensors to "
-                              ".safetensors files of its folder; get the file again")
+                              ".safetensors files in its folder; download or copy the file again")
     return found
 
 
 def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[str]]:
-    """Names of the tensors of each file; a tensor larger than `most` bytes has its own."""
+    """Return the names of the tensors in each file.
+
+    A tensor larger than `most` bytes is stored in a separate file.
+    """
     groups: list[list[str]] = [[]]
     size = 0
     for name, entry in entries.items():
@@ -172,10 +181,14 @@ def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[s
 
 def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
                  progress: WriteProgress = WriteProgress()) -> None:
-    """Write the "model" tensors of a source and a configuration, a piece of a tensor at a time.
+    """Write the "model" tensors of a source and a configuration, block by block.
 
     Args:
-        most: bytes of a file, unless one tensor has more.
+        path: an existing folder.
+        config: content of `config.json`.
+        source: the source.
+        most: maximal size of a file in bytes, unless a single tensor is larger.
+        progress: receives the progress.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
     files = shards_of(entries, most)
@@ -200,13 +213,16 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],
                       done: Callable[[], None] = lambda: None) -> None:
-    """Begin to write one file; the library's own writer needs all tensors in memory.
+    """Start writing one file. (The library's own writer would need all tensors in memory.)
 
-    Layout: 8 bytes with the length of a JSON header, the header, the values in its order. Source:
-    the format's description at github.com/huggingface/safetensors.
+    Layout: 8 bytes with the length of a JSON header, the header, and the values in the order of the
+    header. Source: the format's description at github.com/huggingface/safetensors.
 
     Args:
-        names: of the source's "model" tensors.
+        writer: the writer.
+        path: path of the file.
+        source: the source.
+        names: names of the source's "model" tensors.
         done: see `SealedWriter.write`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **METADATA}}
@@ -214,8 +230,8 @@ def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: I
     for name in names:
         entry = source.entries[MODEL, name]
         if entry.dtype not in _NAMES:
-            raise CheckpointError(f"tensor {name!r} is {entry.dtype}, which safetensors cannot "
-                                  f"hold; it can: {', '.join(DTYPES)}")
+            raise CheckpointError(f"tensor {name!r} is {entry.dtype}, which safetensors does not "
+                                  f"support; supported types: {', '.join(DTYPES)}")
         order.append((start, Derived((MODEL, name), entry, partial(source.read, (MODEL, name)))))
         header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape),
                         "data_offsets": [start, start + entry.nbytes]}

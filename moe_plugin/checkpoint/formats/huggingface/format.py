@@ -43,7 +43,7 @@ from moe_plugin.checkpoint.source import (
 
 
 def to_neutral(source: Source) -> View:
-    """A view of a source with Hugging Face names and `values["config"]`, by neutral names.
+    """Return a view with neutral names of a source with Hugging Face names and `values["config"]`.
 
     Raises:
         CheckpointError: the model has a part without a neutral name.
@@ -63,15 +63,16 @@ def _whole_to_neutral(source: Source) -> View:
     family = family_of(source.values["config"])
     if family.decoder is None:
         raise CheckpointError(
-            f"model_type={family.model_type!r} has no neutral form ({family.alone}): only its MoE "
-            "blocks are converted; load it with transformers, and put our layers in by "
+            f"model_type={family.model_type!r} has no neutral form ({family.alone}), so only its "
+            "MoE blocks can be converted; load it with transformers, and insert our layers with "
             "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     return to_neutral(source)
 
 
 def from_neutral(source: Source) -> View:
-    """A view of a neutral source by the names of the family that holds it."""
-    if AROUND in source.values["model"].get("extra", {}):  # a model with our layers in its blocks
+    """Return a view of a neutral source with the names of a family that supports the model."""
+    # a model with our layers in its MoE blocks
+    if AROUND in source.values["model"].get("extra", {}):
         family = family_of(source.values["config"])
         return View(source, family_tensors(source, family), format="hf", layers={})
     model, original = NeutralModel(source), source.values.get("config", {})
@@ -82,40 +83,41 @@ def from_neutral(source: Source) -> View:
 
 @formats.register("hf")
 class HuggingFaceFormat(Format):
-    """Hugging Face: `config.json` and safetensors, as `from_pretrained` loads them."""
+    """Folders with `config.json` and safetensors, as loaded by Hugging Face's `from_pretrained`."""
 
     name = "hf"
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}
 
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """A folder with a configuration and safetensors."""
+        """Return whether a path is a folder with a configuration and safetensors."""
         return (path / CONFIG).is_file() and (
             (path / INDEX).is_file() or (path / SINGLE).is_file())
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format.open`; nothing is ever unpickled."""
+        """See `Format.open`. Nothing is ever unpickled."""
         return dequantized(open_safetensors(path))
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format.write`. Optimizer state has no place in the format."""
+        """See `Format.write`. The format does not support optimizer state."""
         self.check(layout)
         if others := sorted({field for field, _ in source.entries if field != MODEL}):
-            raise CheckpointError(f"format 'hf' holds no optimizer state, the checkpoint has "
-                                  f"{', '.join(others)}; convert the model alone (--model-only)")
+            raise CheckpointError("format 'hf' does not support optimizer state, but the "
+                                  f"checkpoint has {', '.join(others)}; convert only the model "
+                                  "(--model-only)")
         check_plain(source)
         dtype = max((entry.dtype for entry in source.entries.values()), key=lambda dtype: sum(
             entry.nbytes for entry in source.entries.values() if entry.dtype == dtype))
         config = {**source.values["config"], "torch_dtype": str(dtype).removeprefix("torch.")}
-        config.pop("dtype", None)  # the same under a newer name
+        config.pop("dtype", None)  # torch_dtype is the same setting under its older name
         write_folder(path, config, source, progress=progress)
 
 def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> DerivedSource:
-    """The tensors of a state dict in memory as a source of format "hf".
+    """Return the tensors of a state dict in memory as a source of format "hf".
 
     Args:
-        state: by Hugging Face's names.
-        config: `config.json`'s values.
+        state: tensors by Hugging Face's names.
+        config: content of `config.json`.
     """
     tensors = (in_memory((MODEL, name), value) for name, value in state.items()
                if isinstance(value, torch.Tensor))

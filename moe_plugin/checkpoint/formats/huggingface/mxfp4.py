@@ -1,8 +1,8 @@
-"""MXFP4 as gpt-oss is released in it: two numbers of four bits in a byte, a scale for 32 of them.
+"""The MXFP4 quantization of gpt-oss: two four-bit numbers per byte, one scale per 32 numbers.
 
-`NAME_blocks` has bytes [E, O, I / 32, 16] and `NAME_scales` exponents [E, O, I / 32] of NAME, which
-is [E, I, O] in the model. The lower four bits of a byte come first. Source: OCP Microscaling
-Formats v1.0 (e2m1, e8m0); `integrations/mxfp4.py` of transformers 5.
+For a weight NAME, which is [E, I, O] in the model, `NAME_blocks` has bytes [E, O, I / 32, 16] and
+`NAME_scales` has exponents [E, O, I / 32]. The lower four bits of a byte come first. Source: OCP
+Microscaling Formats v1.0 (e2m1, e8m0); `integrations/mxfp4.py` of transformers 5.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHARE = 32  # numbers that share a scale
 
 
 def unpacked(source: Source, dtype: torch.dtype) -> Iterator[Derived]:
-    """The tensors of a source, those in MXFP4 as numbers of `dtype`.
+    """Yield the tensors of a source, with MXFP4 tensors converted to numbers of `dtype`.
 
     Raises:
-        CheckpointError: there are blocks without scales of their shape, or scales without blocks.
+        CheckpointError: blocks or scales are missing, or their shapes do not match.
     """
     names = {name for field, name in source.entries if field == MODEL}
     for field, name in source.entries:
@@ -42,8 +42,9 @@ def unpacked(source: Source, dtype: torch.dtype) -> Iterator[Derived]:
         if field != MODEL or not found or name not in pair:
             yield source.tensor((field, name))
         elif not names.issuperset(pair):
-            raise CheckpointError(f"tensor {name!r} is one of {' and '.join(map(repr, pair))}: the "
-                                  "other is not there; get the model's files again")
+            raise CheckpointError(f"tensor {name!r} needs both {' and '.join(map(repr, pair))}, "
+                                  "but one of them is missing; download or copy the model's files "
+                                  "again")
         elif name == pair[0]:
             blocks, scales = (source.tensor((MODEL, one)) for one in pair)
             yield _numbers(whole, blocks, scales, dtype)
@@ -54,9 +55,10 @@ def _numbers(name: str, blocks: Derived, scales: Derived, dtype: torch.dtype) ->
     if (len(shape) != 4 or 2 * shape[3] != _SHARE or scales.entry.shape != shape[:3]
             or {blocks.entry.dtype, scales.entry.dtype} != {torch.uint8}):
         raise CheckpointError(
-            f"tensor {blocks.key[1]!r} ({blocks.entry.dtype}, shape {shape}) with scales of shape "
-            f"{scales.entry.shape}: must be bytes [E, O, I / 32, 16] with scales [E, O, I / 32]; "
-            "get the model's files again")
+            f"tensor {blocks.key[1]!r} ({blocks.entry.dtype}, shape {shape}) has scales of shape "
+            f"{scales.entry.shape}, but MXFP4 needs bytes [E, O, I / 32, 16] with scales [E, O, I "
+            "/ 32]; "
+            "download or copy the model's files again")
     experts, outer, groups, _ = shape
 
     def read(window: Window) -> Tensor:
@@ -66,8 +68,8 @@ def _numbers(name: str, blocks: Derived, scales: Derived, dtype: torch.dtype) ->
         codes = blocks.read((expert, out, group, *full_window(shape[3:])))
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
         power = (scales.read((expert, out, group)).float() - 127).exp2()
-        found = (_E2M1[pairs] * power[..., None]).flatten(-2).transpose(1, 2)
+        values = (_E2M1[pairs] * power[..., None]).flatten(-2).transpose(1, 2)
         start = first * _SHARE
-        return found[:, into.start - start:into.stop - start].to(dtype)
+        return values[:, into.start - start:into.stop - start].to(dtype)
 
     return Derived((MODEL, name), TensorEntry((experts, groups * _SHARE, outer), dtype), read)

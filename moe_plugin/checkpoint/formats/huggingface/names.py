@@ -1,8 +1,8 @@
-"""Names of tensors in Hugging Face decoder models, to neutral ones and back.
+"""Conversion between tensor names of Hugging Face decoder models and neutral names.
 
-A family names the tensors of its MoE block twice: in files, mostly each expert by itself ([F, D]
-matrices), and in the model, all experts of a layer in one (`experts.gate_up_proj` [E, 2F, D],
-`experts.down_proj` [E, D, F]). Both are read.
+A family has two sets of names for the tensors of its MoE block. Files mostly store each expert
+separately ([F, D] matrices), and the model has one tensor for all experts of a layer
+(`experts.gate_up_proj` [E, 2F, D], `experts.down_proj` [E, D, F]). Both sets of names can be read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _PARTS = {
     **{f"self_attn.{theirs}": f"attention.{ours}" for theirs, ours in _ATTENTION.items()},
     "mlp.gate_proj": "mlp.w_gate", "mlp.up_proj": "mlp.w_in", "mlp.down_proj": "mlp.w_out",
 }
-# our layer in the module of a block, see `moe_plugin.hosts.plain.huggingface`
+# name of our layer inside the block's module, see `moe_plugin.hosts.plain.huggingface`
 SWAPPED = "moe."
 _OURS = "layers.{n}."
-_COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # from the settings
+_COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # computed from the settings
 
 
 def _decoder_rules(model: str) -> Iterator[NameRule]:
-    """What surrounds MoE blocks. model: in front of all names but the head's."""
+    """Yield the rules for tensors around MoE blocks; model: prefix of all names except the head's.
+    """
     yield from same_parts("", "", {
         model + "embed_tokens.weight": "embed.weight", model + "norm.weight": "final_norm.weight",
         "lm_head.weight": "output.weight"})
@@ -42,7 +43,7 @@ def _decoder_rules(model: str) -> Iterator[NameRule]:
 
 
 def _block_rules(block: Block, model: str, files: bool) -> Iterator[NameRule]:
-    """An MoE block as files, or the model, have it."""
+    """Yield the rules for an MoE block, with the names of files or of the model."""
     module = files and block.module_in_files or block.module
     at, ours = f"{model}layers.{{n}}.{module}.", f"{_OURS}moe."
     renamed = block.files if files else {}
@@ -72,7 +73,7 @@ _STACKS = ("gate_up", "down")
 
 @functools.cache
 def _reading(model_type: str) -> NameTable:
-    """All names that a family's tensors may have: of the model with and without its head."""
+    """Return the table of all names of a family's tensors, for models with and without head."""
     family, rules = FAMILIES[model_type], list[NameRule]()
     for model in ("model.", ""):
         if family.decoder is not None:
@@ -86,17 +87,20 @@ def _reading(model_type: str) -> NameTable:
 
 
 def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Derived]:
-    """The tensors of a Hugging Face source by neutral names; those around the MoE blocks of a
-    family without a decoder keep theirs.
+    """Yield the tensors of a Hugging Face source by neutral names.
+
+    If the family has no decoder, tensors around the MoE blocks keep their names.
 
     Args:
-        tied: the output matrix is the embedding; a copy of it is left out.
+        source: the source.
+        family: family of the model.
+        tied: the output matrix is the embedding; its copy is left out.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None:
             return one
         raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name: the model has a part "
-                              "that no other format holds; convert to hf alone")
+                              "that no other format supports; convert only to format hf")
 
     tensors = (source.tensor(key).renamed(current_name(key[1])) for key in source.entries if not (
         _COMPUTED.fullmatch(key[1]) or (tied and key[1] == "lm_head.weight")))
@@ -104,16 +108,18 @@ def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Deri
 
 
 def family_tensors(source: Source, family: Family, *, files: bool = True) -> Iterator[Derived]:
-    """The tensors of a neutral source by the names of a model family, optimizer fields too.
+    """Yield the tensors of a neutral source, including optimizer fields, by a family's names.
 
     Args:
-        files: as files have them; else as the model.
+        source: the source.
+        family: family of the model.
+        files: use the names in files instead of the names in the model.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None and not one.key[1].startswith("layers."):
             return one
-        raise CheckpointError(f"Hugging Face's {family.model_type} has no place for "
-                              f"{one.key[1]!r}; use another --to")
+        raise CheckpointError(f"Hugging Face's {family.model_type} has no counterpart for "
+                              f"{one.key[1]!r}; choose another format with --to")
 
     rules = [] if family.decoder is None else list(_decoder_rules("model."))
     if family.block is not None:

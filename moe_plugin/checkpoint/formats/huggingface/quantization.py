@@ -1,11 +1,14 @@
-"""Quantized weights of a Hugging Face model: float8 codes with scales, and MXFP4, are read as the
-numbers that they stand for, other methods are refused by name.
+"""Quantized weights of a Hugging Face model.
+
+Float8 codes with scales and MXFP4 are converted to plain numbers. Other methods are refused by
+name.
 
     weight = code * scale of its block           in float32, then in the model's data type
 
-`NAME.weight` has float8 codes [R, C], `NAME.weight_scale_inv` the scales [ceil(R / rows), ceil(C /
-columns)] of blocks of `weight_block_size` = [rows, columns]; without blocks one scale of the tensor
-or one of each row. Experts in one tensor have their axis in front of both. Source: DeepSeek-V3's
+`NAME.weight` has float8 codes [R, C], and `NAME.weight_scale_inv` has the scales [ceil(R / rows),
+ceil(C / columns)] of blocks of `weight_block_size` = [rows, columns]. Without blocks there is one
+scale for the tensor or one for each row. If one tensor contains all experts, the codes and the
+scales have an additional first axis for experts. Source: DeepSeek-V3's
 `inference/fp8_cast_bf16.py`; `FineGrainedFP8Config` of transformers 5.
 """
 
@@ -31,17 +34,17 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.utils.messages import short
 
-_KEYS = ("quantization_config", "compression_config")  # the second of older compressed-tensors
+_KEYS = ("quantization_config", "compression_config")  # older compressed-tensors use the second key
 FLOAT8 = ("fp8", "mxfp8")  # methods of `FineGrainedFP8Config`
-_BLOCK = (128, 128)  # where the configuration does not say it
-# below a module: scales of its weight by the names that transformers reads, and what only its
+_BLOCK = (128, 128)  # used if the configuration has no block size
+# names below a module: scales of its weight that transformers reads, and scales that only its
 # kernels read
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight")
 _ACTIVATIONS = ("activation_scale", "qscale_act")
 _DENSE = "with quantization_config={}(dequantize=True)"
 _GPTQ = "write what dequantize_weight() of GPTQModel's layers returns"
 _CONVERT = "write it dense with compressed_tensors.entrypoints.convert.convert_checkpoint"
-# what makes plain weights of those of another method
+# how to obtain plain weights for other quantization methods
 _TOOLS = {
     "auto-round": _GPTQ, "awq": _CONVERT, "gptq": _GPTQ, "modelopt": _CONVERT, "nvfp4": _CONVERT,
     "bitsandbytes": "load it in transformers, call model.dequantize() and save_pretrained",
@@ -56,43 +59,48 @@ PLAIN_IN_TRANSFORMERS = (f"load it {_DENSE.format('FineGrainedFP8Config')}, or M
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a `config.json` says of its quantization; None: the weights are plain.
+    """Return the quantization in a `config.json`, or None if the weights are plain.
 
     Raises:
-        CheckpointError: it is not a mapping, names another method than `READ`, or its blocks are
-            not two sizes.
+        CheckpointError: the entry is not a mapping, its method is not in `READ`, or its block size
+            is not a pair of sizes.
     """
     found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"config.json: {_KEYS[0]}={short(found)} must be a mapping; get the "
-                              "file again")
+        raise CheckpointError(f"config.json: {_KEYS[0]}={short(found)} must be a mapping; download "
+                              "or copy the file again")
     method = str(found.get("quant_method") or found.get("quant_algo"))
-    if found.get("load_in_4bit") or found.get("load_in_8bit"):  # of older bitsandbytes
+    if found.get("load_in_4bit") or found.get("load_in_8bit"):  # keys of older bitsandbytes
         method = "bitsandbytes"
     if method not in READ:
         tool = _TOOLS.get(method, "unpack it with the tool that quantized it")
         raise CheckpointError(
-            f"config.json: quant_method={short(method)}: read are plain weights and those of "
-            f"{', '.join(READ)}; {tool}, or take the model before it was quantized")
+            f"config.json: quant_method={short(method)} is not supported: only plain weights and "
+            f"the methods {', '.join(READ)} can be read; {tool}, or use the model before its "
+            "quantization")
     block = found.get("weight_block_size")
     if block is not None and not _is_pair(block):
         raise CheckpointError(f"config.json: weight_block_size={short(block)} must be [rows, "
-                              "columns] of a block, or null; get the file again")
+                              "columns] of a block, or null; download or copy the file again")
     if found.get("expert_dtype") == "fp4":
-        raise CheckpointError("config.json: expert_dtype='fp4': packed experts, two numbers in a "
-                              f"byte, are not read; {PLAIN_IN_TRANSFORMERS} in transformers "
+        raise CheckpointError("config.json: expert_dtype='fp4' is not supported, because it packs "
+                              "two numbers of an expert in a "
+                              f"byte; {PLAIN_IN_TRANSFORMERS} in transformers "
                               "and call save_pretrained")
     return found
 
 
 def dequantized(source: Source) -> Source:
-    """A source with Hugging Face's names whose weights are plain numbers: itself, or a view that
+    """Return a source whose weights are plain numbers, with Hugging Face's names.
+
+    The result is the source itself if its weights are plain. Otherwise the result is a view that
     multiplies codes by their scales as they are read, without scales and `quantization_config`.
 
     Raises:
-        CheckpointError: see `quantization_of`; codes have no scales, or scales of another shape.
+        CheckpointError: see `quantization_of`; or codes have no scales, or scales have another
+            shape.
     """
     quantization = quantization_of(source.values["config"])
     if quantization is None:
@@ -102,22 +110,23 @@ def dequantized(source: Source) -> Source:
 
 
 def check_plain(source: Source) -> None:
-    """`CheckpointError` where a tensor has codes whose scales nothing names."""
+    """Raise `CheckpointError` if a tensor has quantization codes without known scales."""
     for (_, name), entry in source.entries.items():
         if is_code(entry.dtype):
             raise CheckpointError(
-                f"tensor {name!r} is {entry.dtype}: codes, which are numbers only together with "
-                "their scales, and config.json has no quantization_config that says where these "
-                "are; get the model's own config.json, or write the weights dequantized")
+                f"tensor {name!r} is {entry.dtype}: it contains quantization codes, which are "
+                "useless without their scales, and config.json has no quantization_config that "
+                "describes the "
+                "scales; use the model's own config.json, or write the weights dequantized")
 
 
 class Dequantized(View):
-    """See `dequantized`.
+    """A view that multiplies codes by their scales, see `dequantized`.
 
     Args:
-        origin: with the codes.
+        origin: source with the codes.
         quantization: see `quantization_of`.
-        dtype: of the weights; None: that of the configuration, or bfloat16.
+        dtype: data type of the weights. Defaults to the configuration's data type, or bfloat16.
     """
 
     def __init__(self, origin: Source, quantization: Mapping[str, Any],
@@ -131,7 +140,7 @@ class Dequantized(View):
         super().__init__(origin, tensors, values={**origin.values, "config": config})
 
     def describe(self) -> Mapping[str, Any]:
-        """Also how weights are stored."""
+        """Return the description of the origin and the storage of weights."""
         block = (32,) if self._packed else self._quantization.get("weight_block_size", _BLOCK)
         return {**self.origin.describe(), "quantization": (
             f"{self._quantization.get('quant_method')}, "
@@ -143,10 +152,10 @@ class Dequantized(View):
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Data type of a model by its `config.json`; bfloat16 where it says none."""
-    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    plain = isinstance(found, torch.dtype) and found.is_floating_point and not is_code(found)
-    return found if plain else torch.bfloat16
+    """Return the data type of a model from its `config.json`; defaults to bfloat16."""
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    plain = isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype)
+    return dtype if plain else torch.bfloat16
 
 
 def _plain(source: Source, quantization: Mapping[str, Any],
@@ -164,15 +173,16 @@ def _plain(source: Source, quantization: Mapping[str, Any],
                                quantization, dtype)
             elif is_code(entry.dtype) or _is_scale(name, scales):
                 raise CheckpointError(
-                    f"tensor {name!r} ({entry.dtype}): read are float8 weights with scales by the "
-                    f"names that transformers knows ({', '.join(_SCALES)}), which it has not; "
+                    f"tensor {name!r} ({entry.dtype}) cannot be dequantized: only float8 weights "
+                    f"with scales under the names that transformers uses ({', '.join(_SCALES)}) "
+                    "are supported; "
                     "write the weights dequantized with the tool that quantized them")
             else:
                 yield source.tensor(key)
 
 
 def _scale_names(name: str) -> list[str]:
-    # a tensor of all experts is not called `weight`
+    # the name of a tensor of all experts does not end in `weight`
     return _names_in_module(name, _SCALES) if name.endswith(".weight") else [f"{name}_scale_inv"]
 
 
@@ -182,14 +192,14 @@ def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
 
 
 def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Whether it scales something in a way that is not known."""
+    """Return whether a tensor is a scale that is not in the list of known scales."""
     module, _, own = name.rpartition(".")
     return own.endswith("scale_inv") or "scale" in own and f"{module}.weight" in weights
 
 
 def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
              dtype: torch.dtype) -> Derived:
-    """Codes times scales, window by window."""
+    """Multiply codes by their scales, window by window."""
     block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
 
     def read(window: Window) -> Tensor:
@@ -208,7 +218,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
 
 def _block(codes: Derived, scales: Derived,
            quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None: all."""
+    """Return the rows and columns that share a scale, or None if the tensor has a single scale."""
     shape, grid = codes.entry.shape, scales.entry.shape
     given = quantization.get("weight_block_size", _BLOCK)
     if scales.entry.numel == 1:
@@ -218,13 +228,13 @@ def _block(codes: Derived, scales: Derived,
                 shape[-2:], given, strict=True)):
             return given[0], given[1]
         even = not any(size % each for size, each in zip(shape[-2:], grid[-2:], strict=True))
-        # of whole rows, or of a method whose configuration leaves the size to the scales' shape
+        # one scale per row, or a method whose block size follows from the scales' shape
         if even and (grid[-1] == 1 or not given or quantization.get("quant_method") == FLOAT8[1]):
             return shape[-2] // grid[-2], shape[-1] // grid[-1]
     raise CheckpointError(
         f"tensor {scales.key[1]!r} has shape {grid}, which does not fit weights of shape {shape} "
-        f"in blocks of {short(given)} (weight_block_size of config.json); get the model's files "
-        "again")
+        f"in blocks of {short(given)} (weight_block_size of config.json); download or copy the "
+        "model's files again")
 
 
 def _is_pair(block: Any) -> bool:
@@ -238,12 +248,12 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 def _block_of_each(part: slice, size: int) -> Tensor:
-    """Of each row or column, its block among those of `_blocks_of`."""
+    """Return the block of each row or column, relative to the first block of `_blocks_of`."""
     return torch.arange(part.start, part.stop) // size - part.start // size
 
 
 def _numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as numbers; bytes are exponents, as in float8_e8m0fnu."""
+    """Convert scales to numbers; bytes are exponents, as in float8_e8m0fnu."""
     if scales.dtype == torch.uint8:
         return (scales.to(dtype) - 127).exp2()
     return scales.to(dtype)

@@ -1,5 +1,6 @@
-"""Settings of models of Hugging Face's `transformers` as neutral ones, which family holds a neutral
-model, and its `config.json`.
+"""Conversion between settings of `transformers` models and neutral settings.
+
+This module also selects the family for a neutral model, and builds `config.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moe_plugin.utils.messages import cut, short
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "squared_relu"}
-AROUND = "around the MoE block"  # in `extra`: what there has no neutral form
+AROUND = "around the MoE block"  # key in `extra`: the part around the MoE block has no neutral form
 _LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank",
                  "plain_dim": "qk_nope_head_dim", "rotary_dim": "qk_rope_head_dim",
                  "value_dim": "v_head_dim"}
@@ -30,7 +31,7 @@ INERT = frozenset((
     "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
     "is_encoder_decoder", "id2label", "label2id", "problem_type", "unsloth_version",
     "original_max_position_embeddings"))
-# settings that are read, or that shapes say again
+# settings that are read, or that also follow from shapes
 _READ = frozenset((
     "attention_bias", "decoder_sparse_step", "first_k_dense_replace", "head_dim", "hidden_act",
     "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings", "mlp_bias",
@@ -42,16 +43,17 @@ _READ = frozenset((
     "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor",
     "shared_expert_intermediate_size", "sliding_window", "tie_word_embeddings", "topk_group",
     "v_head_dim", "vocab_size", "use_sliding_window"))
-# other settings in their usual form, in which they change nothing
+# other settings with the values that have no effect
 _USUAL = {"attention_dropout": 0.0, "router_jitter_noise": 0.0, "pretraining_tp": 1,
           "moe_layer_freq": 1, "layer_types": None}
 
 
 def decoder_settings(config: Mapping[str, Any]) -> DecoderSettings:
-    """The neutral settings of a `config.json`; what they have no place for goes to `extra`.
+    """Return the neutral settings of a `config.json`; settings without a neutral name go to
+    `extra`.
 
     Raises:
-        CheckpointError: a setting has a type or value that no model of the family has.
+        CheckpointError: a setting has a type or value that is invalid for the family.
     """
     family = family_of(config)
     decoder, block = family.decoder, family.block
@@ -63,13 +65,14 @@ def decoder_settings(config: Mapping[str, Any]) -> DecoderSettings:
 
     routing = {} if block is None else _routing(family.model_type, block, config, get)
     activation = {"activation": _activation(block, get), "gated": block is None or block.gated}
-    if decoder is None:  # what is around the block is not looked at, and goes nowhere
+    if decoder is None:  # the part around the block is not read, so its settings are placeholders
         return DecoderSettings(heads=1, kv_heads=1, norm="rmsnorm", norm_eps=1e-6, tied=False,
                                positions="none", extra={AROUND: family.alone},
                                **{**activation, **routing})
     if type(get("num_attention_heads")) is not int:
-        raise CheckpointError("config.json: num_attention_heads="
-                              f"{short(get('num_attention_heads'))} must be a number")
+        raise CheckpointError("config.json: "
+                              f"num_attention_heads={short(get('num_attention_heads'))} must be an "
+                              "integer")
     base, part, scaling = _rotary(config, get("rope_theta"), get("partial_rotary_factor"))
     looks_back = decoder.window or bool(config.get("use_sliding_window"))
     heads = get("num_attention_heads")
@@ -88,22 +91,22 @@ def _activation(block: Block | None, get: Callable[[str], Any]) -> str:
     if block is not None and "activation" in block.settings:
         return str(block.settings["activation"])
     if get(key) not in ACTIVATIONS:
-        raise CheckpointError(f"config.json: {key}={short(get(key))} is not known; known: "
-                              f"{', '.join(ACTIVATIONS)}")
+        raise CheckpointError(f"config.json: {key}={short(get(key))} is not supported; supported "
+                              f"activations: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[get(key)]
 
 
 def _routing(kind: str, block: Block, config: Mapping[str, Any],
              get: Callable[[str], Any]) -> dict[str, Any]:
-    """Neutral settings of the MoE block. kind: the model's."""
+    """Return the neutral settings of the MoE block; kind: the `model_type`."""
     normalize, key = block.normalize, block.key("normalize_top_k")
     if normalize is None:
         normalize = bool(get(key))
     elif config.get(key) not in (None, normalize):
         raise CheckpointError(
-            f"config.json: {key}={short(config[key])} has no effect in transformers' {kind} and "
-            f"had one in other code; set it to {str(normalize).lower()} if that is what the model "
-            "was trained with")
+            f"config.json: {key}={short(config[key])} has no effect in transformers' {kind} but "
+            f"had an effect in other code; set it to {str(normalize).lower()} if the model was "
+            "trained with that value")
     method = config.get("topk_method") or (block.methods or (None,))[0]
     known = {"scoring_func": (config.get("scoring_func") or block.scores, (block.scores,)),
              "topk_method": (method, block.methods or (None,)),
@@ -111,13 +114,13 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
     for name, (value, choices) in known.items():
         if value not in choices:
             raise CheckpointError(
-                f"config.json: {name}={short(value)} is not one of {kind}'s: "
-                f"{', '.join(map(str, choices))}, with which transformers computes; set it so if "
+                f"config.json: {name}={short(value)} is not supported by transformers' {kind}, "
+                f"which computes with {', '.join(map(str, choices))}; use this value if "
                 "the model was trained with it")
     top_k = get(block.key("top_k"))
     if type(top_k) is not int:
-        raise CheckpointError(f"config.json: {block.key('top_k')}={short(top_k)} must be a number, "
-                              "the same in all layers")
+            raise CheckpointError(f"config.json: {block.key('top_k')}={short(top_k)} must be an "
+                                  "integer, the same for all layers")
     groups, chosen = (get(block.key(name)) or 1 for name in ("groups", "group_top_k"))
     limited = block.group_scores is not None and method != "greedy" and groups > 1
     return {"top_k": top_k, "router": block.scores, "normalize_top_k": normalize,
@@ -133,15 +136,16 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
 
 def _rotary(config: Mapping[str, Any], default: float,
             part: float | None) -> tuple[float, float, dict[str, Any]]:
-    """Base, part and scaling; files of transformers 5 have all in `rope_parameters`."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(found.pop("rope_theta", None) or config.get("rope_theta") or default)
-    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    found.pop("type", None)
-    turned = float(found.pop("partial_rotary_factor", None) or part or 1.0)
-    if kind == "default" and not found:
+    """Return base, rotated part and scaling; transformers 5 has all of them in `rope_parameters`.
+    """
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or default)
+    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    turned = float(scaling.pop("partial_rotary_factor", None) or part or 1.0)
+    if rope_type == "default" and not scaling:
         return base, turned, {}
-    return base, turned, {"rope_type": kind, **found}
+    return base, turned, {"rope_type": rope_type, **scaling}
 
 
 def _latent(get: Any) -> dict[str, Any]:
@@ -151,25 +155,25 @@ def _latent(get: Any) -> dict[str, Any]:
 
 
 def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Settings that are not at their usual value and have no neutral name."""
-    found = {}
+    """Return settings that have no neutral name and differ from their usual value."""
+    extra = {}
     for key, value in config.items():
         if key in INERT or key in _READ or value in (None, False):
             continue
         if key == "layer_types" and set(value) == {"full_attention"}:
             continue
         if key not in _USUAL or value != _USUAL[key]:
-            found[key] = value
+            extra[key] = value
     if config.get("use_sliding_window"):
-        found["use_sliding_window"] = True
-    return found
+        extra["use_sliding_window"] = True
+    return extra
 
 
 def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
-    """The family that holds a model; `preferred` where it does.
+    """Return a family that supports a model, `preferred` if possible.
 
     Raises:
-        CheckpointError: none does; what differs from all of them, or from the nearest.
+        CheckpointError: no family supports the model; the message lists the differences.
     """
     _refuse_other_kinds(model)
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
@@ -180,54 +184,55 @@ def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
             if not reasons[family.model_type]:
                 return family
     nearest = min(reasons, key=lambda name: len(reasons[name]))
-    raise CheckpointError(f"no Hugging Face family holds this model; the nearest is {nearest}: "
-                          f"{'; '.join(reasons[nearest][:3])}; use another --to")
+    raise CheckpointError("no Hugging Face family supports this model; the closest family is "
+                          f"{nearest}: {'; '.join(reasons[nearest][:3])}; choose another format "
+                          "with --to")
 
 
 def _refuse_other_kinds(model: NeutralModel) -> None:
-    """`CheckpointError` for what no family has, with the flags of a model that one has."""
+    """Raise `CheckpointError` for settings that no family supports; the message suggests flags."""
     s = model.settings
     wrong = {"--normalization RMSNorm": s.norm != "rmsnorm" and f"norm is {short(s.norm)}",
              "--swiglu": not s.gated and "MLP has no gate",
              "--position-embedding-type rope": s.positions != "rotary" and
-             f"positions are {short(s.positions)}"}
-    found = [what for what in wrong.values() if what]
+             f"position type is {short(s.positions)}"}
+    problems = [problem for problem in wrong.values() if problem]
     if not s.pre_norm:
-        found.append("norms come behind attention and MLP")
-    if not found:
+        problems.append("norms follow attention and MLP")
+    if not problems:
         return
-    flags = [flag for flag, what in wrong.items() if what]
+    flags = [flag for flag, problem in wrong.items() if problem]
     flags += ["--disable-bias-linear"] if model.biases == "all" else []
     raise CheckpointError(
-        f"no Hugging Face family holds this model, whose {' and '.join(found)}; train it in "
-        f"Megatron{' with ' * bool(flags)}{' '.join(flags)}, or use another "
-        "--to")
+        f"no Hugging Face family supports this model, whose {' and '.join(problems)}; train it in "
+        f"Megatron{' with ' * bool(flags)}{' '.join(flags)}, or choose another "
+        "format with --to")
 
 
 def refusals(family: Family, model: NeutralModel) -> Iterator[str]:
-    """What of a model a family with a decoder cannot hold, by name."""
+    """Yield the properties of a model that a family with a decoder does not support, by name."""
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"
     checks = [
-        (f"activation={s.activation}", s.activation in ACTIVATIONS.values(), "does not know it"),
+        (f"activation={s.activation}", s.activation in ACTIVATIONS.values(), "does not support it"),
         (f"biases of attention={model.biases}", model.biases in decoder.biases,
          f"has {' or '.join(decoder.biases)}"),
         ("biases of the MLP", decoder.mlp_bias or not model.mlp_bias, "has none"),
         (f"qk_norm={model.qk_norm}", model.qk_norm in decoder.qk_norm,
          f"has {' or '.join(decoder.qk_norm)}"),
         ("latent attention", bool(s.latent) == decoder.latent,
-         "has it" if decoder.latent else "has none"),
-        (f"embed_scale={s.embed_scale:g}", s.embed_scale == 1.0, "has none"),
-        (f"window={s.window}", decoder.window or not s.window, "looks at all tokens"),
+         "requires it" if decoder.latent else "does not support it"),
+        (f"embed_scale={s.embed_scale:g}", s.embed_scale == 1.0, "does not support it"),
+        (f"window={s.window}", decoder.window or not s.window, "attends to all tokens"),
         (f"rotary_part={s.rotary_part:g}", decoder.part or s.rotary_part == 1.0,
-         "turns whole heads"),
-        ("neighbouring rotary positions", s.latent.get("interleaved", True)
-         or "rope_interleave" in decoder.defaults, "has them"),
+         "rotates whole heads"),
+        ("adjacent rotary pairs", s.latent.get("interleaved", True)
+         or "rope_interleave" in decoder.defaults, "requires them"),
         *(_of_block(family.block, decoder, model) if family.block else ()),
-        *((f"{name}={value}", name in decoder.extras, "does not know it")
+        *((f"{name}={value}", name in decoder.extras, "does not support it")
           for name, value in s.extra.items()),
     ]
-    return (cut(f"{what}, it {why}") for what, fits, why in checks if not fits)
+    return (cut(f"{problem} (the family {reason})") for problem, fits, reason in checks if not fits)
 
 
 def _of_block(block: Block, decoder: Decoder,
@@ -235,30 +240,32 @@ def _of_block(block: Block, decoder: Decoder,
     s = model.settings
     rest = len(model.dense) and set(model.dense) != set(range(len(model.dense)))
     yield (f"dense layers {model.dense}", decoder.dense == "any" or not model.dense
-           or (decoder.dense == "first" and not rest), f"may have {decoder.dense}")
-    yield f"{s.router} scores", s.router == block.scores, f"has {block.scores}"
+           or (decoder.dense == "first" and not rest), f"allows {decoder.dense}")
+    yield f"{s.router} scores", s.router == block.scores, f"has {block.scores} scores"
     yield ("expert_bias", model.expert_bias == block.expert_bias,
-           "has it" if block.expert_bias else "has none")
+           "requires it" if block.expert_bias else "does not support it")
     yield (f"normalize_top_k={s.normalize_top_k}", block.normalize in (None, s.normalize_top_k),
            f"has {block.normalize}")
-    yield f"router_scale={s.router_scale}", block.scales or s.router_scale == 1.0, "has 1"
+    yield f"router_scale={s.router_scale}", block.scales or s.router_scale == 1.0, "supports only 1"
     yield (f"group_scores={model.group_scores}", model.group_scores in (None, block.group_scores),
            f"has {block.group_scores}")
     yield f"shared expert={model.shared}", model.shared == block.shared, f"has {block.shared}"
     yield (f"shared expert of width {model.shared_width}", block.shared != "plain"
            or model.shared_width % max(1, model.expert_width) == 0,
-           f"has a multiple of the experts' {model.expert_width}")
+           f"needs a multiple of the experts' width {model.expert_width}")
     for name in ("gate_clamp", "linear_offset", "weights_first"):
         value = getattr(s, name)
-        yield f"{name}={value}", value == block.settings.get(name, 0), "has none"
+        yield f"{name}={value}", value == block.settings.get(name, 0), "does not support it"
 
 
 def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` of a model in a family with a decoder.
+    """Return the `config.json` of a model in a family with a decoder.
 
     Args:
-        original: a Hugging Face configuration that the model came from; what does not change what
-            it computes (ids of special tokens) is taken over.
+        family: the family.
+        model: summary of the neutral model.
+        original: Hugging Face configuration that the model came from. Settings that do not affect
+            the computation, such as ids of special tokens, are copied from it.
     """
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"
@@ -275,7 +282,7 @@ def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) 
         "rope_scaling": dict(s.rotary_scaling) or None,
         "intermediate_size": model.dense_width or model.expert_width, **s.extra,
     }
-    config.pop("dtype", None)  # as torch_dtype
+    config.pop("dtype", None)  # the same setting as torch_dtype
     config |= _latent_of(decoder, model) if decoder.latent else {"head_dim": model.head_dim}
     if decoder.window or "sliding_window" in decoder.defaults:
         config["sliding_window"] = s.window or None
@@ -309,7 +316,7 @@ def _routing_of(block: Block, decoder: Decoder, model: NeutralModel) -> dict[str
     if block.group_scores is not None:
         config |= {block.key("groups"): s.groups or 1,
                    block.key("group_top_k"): s.group_top_k if s.groups else 1}
-    if len(block.methods) > 1:  # without groups, with groups
+    if len(block.methods) > 1:  # the first method is without groups, the second with groups
         config["topk_method"] = block.methods[bool(s.groups)]
     if decoder.dense == "any":
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense)}

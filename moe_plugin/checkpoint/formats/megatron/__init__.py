@@ -1,2 +1,4 @@
-"""Megatron's distributed checkpoints read, converted and written in one process, without Megatron.
+"""Reading, converting and writing of Megatron's distributed checkpoints in one process.
+
+Megatron itself is not needed.
 """

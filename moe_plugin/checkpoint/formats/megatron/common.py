@@ -1,9 +1,8 @@
-"""What a distributed checkpoint holds besides tensors: the common state's optimizer groups, and
-objects of modules.
+"""Entries of a distributed checkpoint that are not tensors: optimizer groups and module objects.
 
-Megatron has one optimizer for shared and one for expert parameters. Our experts always have the
-second one; Megatron's own have it with expert parallelism only, and without it their parameters are
-in the groups of the first.
+Megatron has separate optimizers for shared and for expert parameters. Our experts always use the
+second optimizer. Megatron's own experts use it only with expert parallelism; otherwise their
+parameters are in the groups of the first optimizer.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from moe_plugin.utils.messages import short
 
 # Names in Megatron's distributed checkpoints: of files, and of tensors as stored and by layer.
 #
-# Where all layers are alike, Megatron stores one tensor for all of them: its first axis counts
-# layers, and the name has no number (`decoder.layers.mlp.router.weight`). Otherwise each layer has
-# its own. Optimizer state is called `optimizer.state.FIELD.` and the parameter's name. By layer, as
-# sources have them, every name has its number (`decoder.layers.3.mlp.router.weight`).
+# If all layers are equal, Megatron stores one tensor for all of them: its first axis counts layers,
+# and the name has no number (`decoder.layers.mlp.router.weight`). Otherwise each layer has separate
+# tensors. Optimizer state is named `optimizer.state.FIELD.` and the parameter's name. In sources,
+# tensors are separated by layer and every name has a number (`decoder.layers.3.mlp.router.weight`).
 LATEST, METADATA = "latest_checkpointed_iteration.txt", ".metadata"
 META, COMMON, BACKEND = "moe_plugin.json", "common.pt", "metadata.json"
 OURS, NATIVE = "megatron", "megatron_native"  # names of the formats
 
 LAYERS = "decoder.layers."
-# Megatron's names of float32 master weights: of the distributed optimizer, and of the other one
+# Megatron's names of float32 master weights: in the distributed optimizer, and in other optimizers
 MASTERS = ("param", "fp32_param")
 MASTER = "master"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
@@ -51,32 +50,32 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Tensors of a checkpoint by field and numbered name."""
-    for stored, one in tensors.items():
+    """Yield the tensors of a checkpoint by field and numbered name."""
+    for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):
-            for layer in range(one.entry.shape[0]):
+            for layer in range(tensor.entry.shape[0]):
                 key = (field, f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}")
-                yield replace(item_of(one, layer), key=key)
+                yield replace(item_of(tensor, layer), key=key)
         else:
-            yield replace(one, key=(field, name))
+            yield replace(tensor, key=(field, name))
 
 
 def is_stacked(name: str) -> bool:
-    """Whether it is that of a tensor of all layers."""
+    """Return whether a name belongs to a tensor of all layers."""
     return name.startswith(LAYERS) and not _NUMBERED.fullmatch(name)
 
 
 def split_field(stored: str) -> tuple[str, str]:
-    """Field and parameter of a stored tensor's name."""
-    found = _OPTIMIZER.fullmatch(stored)
-    if not found:
+    """Split a stored tensor's name into field and parameter name."""
+    match = _OPTIMIZER.fullmatch(stored)
+    if not match:
         return MODEL, stored
-    return MASTER if found[1] in MASTERS else found[1], found[2]
+    return MASTER if match[1] in MASTERS else match[1], match[2]
 
 
 def stored_name(key: Key, master: str) -> str:
-    """The name that a tensor is stored under, with its number.
+    """Return the stored name of a tensor, including its layer number.
 
     master: one of `MASTERS`.
     """
@@ -87,38 +86,42 @@ def stored_name(key: Key, master: str) -> str:
 
 
 def without_number(name: str) -> tuple[str, int | None]:
-    """A layer's name without its number, and the number; None: it has none."""
-    found = _NUMBERED.fullmatch(name)
-    return (LAYERS + found[2], int(found[1])) if found else (name, None)
+    """Split a layer's name into the name without number, and the number (None if there is no
+    number).
+    """
+    match = _NUMBERED.fullmatch(name)
+    return (LAYERS + match[2], int(match[1])) if match else (name, None)
 
 
 def layer_numbers(names: Iterable[str]) -> list[int]:
-    """Numbers of the layers that names name, in order."""
-    return sorted({int(found[1]) for found in map(_NUMBERED.fullmatch, names) if found})
+    """Return the sorted numbers of the layers in `names`."""
+    return sorted({int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match})
 
 
 def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
-    """Prefix of every MoE layer, with its number of experts; ours or Megatron's own."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in tensors:
-        prefix, experts, _ = one.key[1].partition("experts.")
-        if one.key[0] == MODEL and experts and prefix.endswith("mlp."):
-            found[prefix] = {"num_experts": one.entry.shape[0]}
-    return found
+    """Return the prefix of every MoE layer (ours or Megatron's own) with its number of experts."""
+    layers: dict[str, dict[str, Any]] = {}
+    for tensor in tensors:
+        prefix, experts, _ = tensor.key[1].partition("experts.")
+        if tensor.key[0] == MODEL and experts and prefix.endswith("mlp."):
+            layers[prefix] = {"num_experts": tensor.entry.shape[0]}
+    return layers
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Whether experts are Megatron's own."""
+    """Return whether the experts are Megatron's own."""
     return any(NATIVE_EXPERTS in name for name in names)
 
 
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
-    """Name of an object: one of `shape` many that share a key."""
+    """Return the name of an object: the object at `offsets` of `shape` objects that share a key."""
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a distributed checkpoint of Megatron, or the folder above some."""
+    """Return whether a folder is a distributed checkpoint of Megatron, or the parent of such
+    folders.
+    """
     if (path / LATEST).is_file():
         if (path / LATEST).stat().st_size > 16:
             return False
@@ -127,10 +130,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """The checkpoint's own folder: the newest one where `path` is the folder above.
+    """Return the checkpoint's folder. If `path` is the parent folder, return the newest checkpoint.
 
     Raises:
-        CheckpointError: the file that names the newest one is damaged.
+        CheckpointError: the file that names the newest checkpoint is damaged.
     """
     if not (path / LATEST).is_file():
         return path
@@ -139,46 +142,46 @@ def folder_of(path: Path) -> Path:
         return path / text
     if not text.isdecimal() or len(text) > 15:
         raise CheckpointError(
-            f"{str(path / LATEST)!r} contains {short(text)}, must contain the number of an "
-            "iteration; write the number of one of the folders iter_... there")
+            f"{str(path / LATEST)!r} contains {short(text)}, but it must contain the number of an "
+            "iteration; write the number of one of the iter_... folders into the file")
     return path / f"iter_{int(text):07d}"
 
 
 def format_of(path: Path) -> str:
-    """`megatron` or, where experts are Megatron's own, `megatron_native`; from the index alone."""
+    """Return `megatron`, or `megatron_native` for Megatron's own experts, from the index alone."""
     content = (folder_of(path) / METADATA).read_bytes()
     return NATIVE if NATIVE_EXPERTS.encode() in content else OURS
 
 
 BY_PARAMETER = "fully_reshardable"  # sharding type of an optimizer's state
-# what tells one group from another, besides `is_expert_parallel`
-_SAME = ("wd_mult", "lr_mult", "is_decoupled_lr")
-# modules whose `_extra_state` Megatron asks for, by layer; those of Transformer Engine included
+# values that distinguish groups, in addition to `is_expert_parallel`
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+# modules whose `_extra_state` Megatron requests for each layer, including those of Transformer
+# Engine
 _MODULES = ("input_layernorm", "self_attention.linear_qkv", "self_attention.core_attention",
             "self_attention.q_layernorm", "self_attention.k_layernorm",
             "self_attention.linear_proj", "pre_mlp_layernorm")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
-# of MoE layers, where a tensor's name has the part
+# modules in MoE layers, if the name of a tensor contains the key
 _OF_MOE = {".shared_experts.": ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
            "_latent_proj.": ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")}
 
 
 def refuse_other_optimizers(source: Source) -> None:
-    """`CheckpointError` where the optimizer state of a checkpoint of Megatron is not stored by
-    parameter.
-    """
+    """Raise `CheckpointError` if Megatron's optimizer state is not stored by parameter."""
     kept = source.values.get("megatron") or {}
     if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
         raise CheckpointError(
             f"the checkpoint has optimizer state of the sharding type {kept['sharding_type']!r}, "
             f"which only the ranks that wrote it can read; supported: {BY_PARAMETER!r}, and "
-            "optimizers without --use-distributed-optimizer. Load it where it was written and save "
-            "it with --dist-ckpt-optim-fully-reshardable, or take the model alone (--model-only, "
+            "optimizers without --use-distributed-optimizer. Load the checkpoint with the "
+            "original ranks and save "
+            "it with --dist-ckpt-optim-fully-reshardable, or convert only the model (--model-only, "
             "into format megatron or megatron_native)")
 
 
 def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """The optimizers of a chain in the common state, or the one there is."""
+    """Return the optimizers in the common state: those of a chain, or the single optimizer."""
     if not isinstance(state, dict) or not state:
         return []
     if all(isinstance(key, int) for key in state):
@@ -187,12 +190,12 @@ def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
 
 
 def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
-    """The common state's "optimizer" for experts with or without an optimizer of their own.
+    """Return the common state's "optimizer" with or without a separate optimizer for experts.
 
     Args:
-        state: as in `common.pt`: one optimizer's, or by index in the chain.
-        own_optimizer: experts have their own.
-        biases: they have parameters without weight decay, as Megatron's biases are.
+        state: as in `common.pt`: the state of a single optimizer, or states by index in the chain.
+        own_optimizer: experts have a separate optimizer.
+        biases: experts have parameters without weight decay, such as Megatron's biases.
     """
     parts = optimizer_parts(state)
     if not parts:
@@ -206,11 +209,11 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
 
 def fitted(state: Any, wanted: Any) -> Any:
-    """The common state's "optimizer" with the optimizers and groups of a run's own state.
+    """Return the common state's "optimizer" with the optimizers and groups of the run's own state.
 
     Args:
-        state: as in the checkpoint.
-        wanted: the run's, with all values of its groups.
+        state: state in the checkpoint.
+        wanted: state of the run, with all values of its groups.
     """
     parts, targets = optimizer_parts(state), optimizer_parts(wanted)
     if not parts or not targets or [list(map(_identity, _groups(part))) for part in parts] == [
@@ -219,19 +222,19 @@ def fitted(state: Any, wanted: Any) -> Any:
     stored = [group for part in parts for group in _groups(part)]
     new = []
     for index, target in enumerate(targets):
-        groups = [_like(group, stored) for group in _groups(target)]
+        groups = [_stored_group(group, stored) for group in _groups(target)]
         new.append(_with_groups(parts[min(index, len(parts) - 1)], groups))
     several = all(isinstance(key, int) for key in wanted)
     return dict(enumerate(new)) if several else new[0]
 
 
 def group_value(group: Mapping[str, Any], key: str) -> Any:
-    """What a parameter group says, under Megatron's name or NeMo's; None: nothing."""
+    """Return a value of a parameter group by Megatron's or NeMo's key, or None if it is missing."""
     return group.get(key, group.get(f"pre_{key}"))
 
 
 def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
-    """What neutral sources say of an optimizer, from the common state."""
+    """Return the optimizer values of a neutral source from the common state."""
     for part in optimizer_parts(common.get("optimizer")):
         inner, groups = part.get("optimizer", part), _groups(part)
         if not groups:
@@ -243,10 +246,11 @@ def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
-    """The common state's "optimizer" of one that Megatron has not made.
+    """Build the common state's "optimizer" for an optimizer state from another framework.
 
     Args:
-        mixed: the model has 16-bit parameters, and master weights.
+        values: `values["optimizer"]` of a neutral source.
+        mixed: the model has 16-bit parameters and master weights.
     """
     step = values.get("step", 0)
     known = {"lr": 0.0, "weight_decay": 0.0, **values, "step": step}
@@ -257,17 +261,19 @@ def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*(group_value(group, name) for name in _SAME), bool(group.get("is_expert_parallel")))
+    return (*(group_value(group, name) for name in _GROUP_KEYS),
+            bool(group.get("is_expert_parallel")))
 
 
-def _like(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
-    """The stored values of a group: of the one that is the same, else of dense parameters."""
-    same = {_identity(one): one for one in stored}
+def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the stored values of the same group, or of the same group of the other parameter type.
+    """
+    same = {_identity(candidate): candidate for candidate in stored}
     *kind, expert = _identity(group)
-    found = same.get((*kind, expert), same.get((*kind, not expert)))
-    if found is None:
+    group_values = same.get((*kind, expert), same.get((*kind, not expert)))
+    if group_values is None:
         return {name: value for name, value in group.items() if name != "params"}
-    return {**copy.deepcopy(found), "is_expert_parallel": expert}
+    return {**copy.deepcopy(group_values), "is_expert_parallel": expert}
 
 
 def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -298,7 +304,7 @@ def _expert_groups(groups: list[dict[str, Any]], dense: list[dict[str, Any]],
 
 
 def object_bytes() -> bytes:
-    """An empty object as Megatron stores it."""
+    """Return an empty object in the form in which Megatron stores it."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream.getvalue()
@@ -306,12 +312,12 @@ def object_bytes() -> bytes:
 
 def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
                    stacked: bool) -> Iterable[str]:
-    """Names of the objects of Megatron's own experts.
+    """Yield the names of the objects of Megatron's own experts.
 
     Args:
         layers: prefix of every MoE layer -> {"num_experts": E}.
-        count: of all layers.
-        stacked: all layers are in one tensor.
+        count: number of all layers.
+        stacked: one tensor contains all layers.
     """
     for prefix, layer in layers.items():
         key, number = without_number(prefix + "experts.experts.")
@@ -327,13 +333,15 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
 
 def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable[str],
                    stacked: bool) -> Iterable[str]:
-    """Names of the objects of all other modules of a GPT model, empty without 8-bit numbers.
+    """Yield the names of the objects of all other modules of a GPT model.
+
+    The objects are empty unless the model uses 8-bit numbers.
 
     Args:
-        numbers: of all layers.
-        moe: of those with an MoE layer.
-        tensors: names of the model's, which say what these have besides experts.
-        stacked: all layers are in one tensor.
+        numbers: numbers of all layers.
+        moe: numbers of the layers with an MoE layer.
+        tensors: tensor names of the model, from which optional modules are recognized.
+        stacked: one tensor contains all layers.
     """
     numbers, moe, tensors = list(numbers), set(moe), list(tensors)
     beside = [module for part, modules in _OF_MOE.items()

@@ -1,4 +1,4 @@
-"""Megatron's own experts and ours: the same numbers under other names and in another order.
+"""Conversion between Megatron's own experts and ours: equal values, other names and axis order.
 
     Megatron's own, all experts on axis 0            ours
     mlp.experts.experts.linear_fc1.weight  [E, F, D]      mlp.experts.w_in_LDF   [E, D, F]
@@ -8,8 +8,8 @@
     mlp.experts.experts.linear_fc2.bias    [E, D]         mlp.experts.b_out_LD
 
 Megatron's SequentialMLP, GroupedMLP (weight1, weight2) and TEGroupedMLP all have these names in a
-distributed checkpoint. Router, expert bias, shared experts and everything else are called alike.
-Optimizer state follows its parameter.
+distributed checkpoint. Router, expert bias, shared experts and all other tensors have the same
+names in both. Optimizer state follows its parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from moe_plugin.checkpoint.formats.megatron.common import NATIVE, OURS
 from moe_plugin.checkpoint.name_table import NameRule, NameTable
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 
-# Megatron's tensor below `mlp.experts.experts.`, ours in it, whether the last two axes are swapped
+# Megatron's tensor below `mlp.experts.experts.` -> (our tensors in it, whether the last two axes
+# are swapped)
 PAIRS = {"linear_fc1.weight": (("w_gate_LDF", "w_in_LDF"), True),
          "linear_fc1.bias": (("b_gate_LF", "b_in_LF"), False),
          "linear_fc2.weight": (("w_out_LFD",), True), "linear_fc2.bias": (("b_out_LD",), False)}
@@ -29,7 +30,7 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 
 
 def _table(gated: Mapping[str, bool]) -> NameTable:
-    """gated: whether experts have gates, by the prefix of each MoE layer."""
+    """Build the name table; gated: whether experts have gates, by the prefix of each MoE layer."""
     return NameTable(
         NameRule(f"{prefix}experts.experts.{theirs}",
              tuple(f"{prefix}experts.{name}" for name in ours if has_gates or name not in GATES),
@@ -38,29 +39,32 @@ def _table(gated: Mapping[str, bool]) -> NameTable:
 
 
 def to_native(source: Source) -> Source:
-    """A view of a `megatron` source with Megatron's own experts."""
+    """Return a view of a `megatron` source with Megatron's own experts."""
     names = _table({prefix: (MODEL, f"{prefix}experts.w_gate_LDF") in source.entries
                     for prefix in source.layers})
     kept = source.values.get("megatron")
-    if kept:  # what a tuner has learned is of our layers
+    if kept:  # the measurements of a tuner apply to our layers only
         kept = {**kept, "objects": {name: value for name, value in kept["objects"].items()
                                     if ".mlp.tuner/" not in name}}
     ordered = _experts_first(source, [f"experts.{one}" for ours, _ in PAIRS.values()
                                       for one in ours])
-    return View(source, names.theirs(ordered, _shared_by(source, NATIVE)), format=NATIVE,
+    return View(source, names.theirs(ordered, _keep_others(source, NATIVE)), format=NATIVE,
                 values={**source.values, **({"megatron": kept} if kept else {})})
 
 
 def to_ours(source: Source) -> Source:
-    """A view of a `megatron_native` source with our experts."""
+    """Return a view of a `megatron_native` source with our experts."""
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
     tensors = map(ordered.tensor, ordered.entries)
-    return View(source, names.neutral(tensors, _shared_by(source, OURS)), format=OURS)
+    return View(source, names.neutral(tensors, _keep_others(source, OURS)), format=OURS)
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
-    """The source in the order of its files. names: of experts' tensors below a layer's prefix."""
+    """Return the source with experts first, which is the order of its files.
+
+    names: names of the experts' tensors below a layer's prefix.
+    """
     fields = dict.fromkeys(field for field, _ in source.entries)
     first = [(field, prefix + name) for field in fields for prefix in source.layers
              for name in names if (field, prefix + name) in source.entries]
@@ -68,23 +72,24 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Whether the first map holds gates: it is then twice as wide as the second is long."""
+    """Return whether the first matrix contains gates, which make it twice as wide as without."""
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))
     if first is None or second is None:
         raise CheckpointError(
-            f"layer {prefix!r} has no experts.experts.linear_fc1.weight and linear_fc2.weight: its "
-            "experts are of another kind, which does not convert")
+            f"layer {prefix!r} has no experts.experts.linear_fc1.weight and linear_fc2.weight: "
+            "experts of this type cannot be converted; keep the checkpoint's own format")
     return first.shape[1] == 2 * second.shape[2]
 
 
-def _shared_by(source: Source, format: str) -> Any:
-    """What is no expert's stays as it is."""
-    def others(one: Derived) -> Derived:
-        if any(one.key[1].startswith(prefix + "experts.") for prefix in source.layers):
+def _keep_others(source: Source, format: str) -> Any:
+    """Return a function that keeps tensors outside of experts and raises for other expert tensors.
+    """
+    def others(tensor: Derived) -> Derived:
+        if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):
             raise CheckpointError(
-                f"{one.key[1]!r} has no counterpart in format {format!r}: only experts of two "
-                "linear maps, gated or not, convert; continue with the format that it is in")
-        return one
+                f"{tensor.key[1]!r} has no counterpart in format {format!r}: only experts of two "
+                "linear maps, gated or not, can be converted; keep the checkpoint's own format")
+        return tensor
 
     return others

@@ -1,7 +1,7 @@
-"""The formats `megatron` and `megatron_native`; importing this registers them.
+"""The formats `megatron` and `megatron_native`, which are registered by importing this module.
 
-What reads and writes them is imported where it is used: torch's distributed checkpoint takes about
-a second, which other formats do not need.
+Readers and writers are imported on first use, because importing torch's distributed checkpoint
+takes about a second, which users of other formats should not wait for.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class _Megatron(Format):
     def open(self, path: Path, trust: bool = False) -> Source:
         from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 
-        found = open_checkpoint(path, trust)
-        if found.format != self.name:
-            raise CheckpointError(f"checkpoint {str(path)!r} is of format {found.format!r}, not "
-                                  f"{self.name!r}")
-        return found
+        source = open_checkpoint(path, trust)
+        if source.format != self.name:
+            raise CheckpointError(f"checkpoint {str(path)!r} is of format {source.format!r}, not "
+                                  f"{self.name!r}; select its format with --from {source.format}")
+        return source
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Megatron loads what is written at any parallel sizes."""
+        """See `Format`. Megatron can load the result with any parallel sizes."""
         from moe_plugin.checkpoint.formats.megatron.writer import write
 
         common.refuse_other_optimizers(source)
@@ -49,9 +49,10 @@ class _Megatron(Format):
 
 @formats.register("megatron")
 class MegatronFormat(_Megatron):
-    """Distributed checkpoints of Megatron with our experts, or without any.
+    """Distributed checkpoints of Megatron with our experts, or without experts.
 
-    `SAVE` of the training script or of Megatron-LM's, or one of its folders `iter_...`.
+    The path is the `SAVE` folder of the training script or of Megatron-LM, or one of its `iter_...`
+    folders.
     """
 
     name: ClassVar[str] = common.OURS
@@ -63,7 +64,7 @@ class MegatronFormat(_Megatron):
 class NativeFormat(_Megatron):
     """Distributed checkpoints of Megatron with its own experts.
 
-    As its SequentialMLP, GroupedMLP and TEGroupedMLP write them.
+    SequentialMLP, GroupedMLP and TEGroupedMLP all write this format.
     """
 
     name: ClassVar[str] = common.NATIVE

@@ -1,17 +1,17 @@
-"""Megatron's GPT models with our experts under neutral names, and back.
+"""Conversion between Megatron's GPT models with our experts and neutral names.
 
     neutral                                Megatron, by layer
-    attention.q, k, v                      self_attention.linear_qkv: by group of queries that share
-                                           keys and values, its queries, then key, then value
+    attention.q, k, v                      self_attention.linear_qkv: for each group of queries that
+                                           shares keys and values: its queries, then key, then value
     attention.o                            self_attention.linear_proj
     norm1, norm2                           self_attention.linear_qkv.layer_norm_weight,
                                            mlp.linear_fc1.layer_norm_weight; or input_layernorm and
-                                           pre_mlp_layernorm, as Transformer Engine's layers have it
+                                           pre_mlp_layernorm, depending on the layers
     mlp.w_gate, w_in                       mlp.linear_fc1, the gate first
     moe.shared.w_gate, w_in                mlp.shared_experts.linear_fc1, the gate first
     moe.router, moe.experts                mlp.router, mlp.experts
 
-The optimizer's fields follow their parameters.
+Optimizer fields have the names of their parameters.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from moe_plugin.experts.base import IN_MEGATRON
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.utils.messages import short
 
-# A model's settings in Megatron's names (those of its training script's arguments) and as neutral
-# ones.
+# A model's settings have Megatron's names here, which are the names of its training script's
+# arguments.
 
-# settings that change what a model computes and that neutral ones do not have, with the value that
-# changes nothing; others are refused when a checkpoint becomes another format's
+# Settings that change what a model computes but have no neutral form, with the values that have no
+# effect. A conversion to another format refuses all other values.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,),
     "layernorm_zero_centered_gamma": (False,), "multi_latent_attention": (False,),
@@ -63,7 +63,7 @@ _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 _NEEDED = ("num_attention_heads", "swiglu", "normalization", "norm_epsilon")
-# fields of the neutral settings that Megatron's have a form of
+# fields of the neutral settings that Megatron's settings can express
 _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positions", "tied",
          "pre_norm", "rotary_base", "rotary_part", "max_positions", "top_k", "router",
          "normalize_top_k", "router_scale", "groups", "group_top_k", "group_scores", "extra"}
@@ -71,31 +71,34 @@ _HELD = {"heads", "kv_heads", "norm", "norm_eps", "activation", "gated", "positi
 
 def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
                kv_heads: int) -> DecoderSettings:
-    """Neutral settings.
+    """Return neutral settings.
 
     Args:
-        settings: in Megatron's names; what is missing has Megatron's default.
-        tied, learned, kv_heads: what the tensors say.
+        settings: settings by Megatron's names; missing settings have Megatron's defaults.
+        tied: the output matrix is the embedding, according to the tensors.
+        learned: the model has learned positions, according to the tensors.
+        kv_heads: number of key and value heads, according to the tensors.
     Raises:
-        CheckpointError: settings are unknown, or a setting has no neutral form.
+        CheckpointError: required settings are missing, or a setting has no neutral form.
     """
     missing = [name for name in _NEEDED if name not in settings]
     if missing:
-        raise CheckpointError(f"the checkpoint does not say {missing[0]}: it is of an older "
-                              "release; load it and save it again, which writes its settings")
+        raise CheckpointError(f"the checkpoint does not contain the setting {missing[0]}, because "
+                              "an older release wrote it; load the checkpoint and save it again "
+                              "to add its settings")
     extra = {name: settings[name] for name, plain in NEUTRAL_VALUES.items()
              if settings.get(name, plain[0]) not in plain}
     extra.update({name: value for name, value in (settings.get("moe_plugin") or {}).items()
                   if name.startswith(("router.", "experts.", "dispatch.capacity"))
-                  and name != "router.fp32"})  # which tensors say themselves
+                  and name != "router.fp32"})  # the tensors' data types show this setting
     norm = str(settings.get("normalization", "LayerNorm"))
     if norm not in _NORMS:
-        raise CheckpointError(f"normalization={short(norm)} has no neutral form: must be one of "
+        raise CheckpointError(f"normalization={short(norm)} has no neutral form; supported values: "
                               f"{', '.join(_NORMS)}")
     positions = settings.get("position_embedding_type", "learned_absolute" if learned else "rope")
     if positions not in _POSITIONS:
-        raise CheckpointError(f"position_embedding_type={short(positions)} has no neutral form: "
-                              f"must be one of {', '.join(_POSITIONS)}")
+        raise CheckpointError(f"position_embedding_type={short(positions)} has no neutral form; "
+                              f"supported values: {', '.join(_POSITIONS)}")
     score = str(settings.get("moe_router_score_function", "softmax"))
     return DecoderSettings(
         heads=int(settings["num_attention_heads"]), kv_heads=kv_heads, norm=_NORMS[norm],
@@ -107,14 +110,14 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
         max_positions=int(settings.get("max_position_embeddings") or 0),
         top_k=int(settings.get("moe_router_topk", 2)) if settings.get("num_experts") else 0,
         router=score,
-        # of sigmoid scores Megatron always normalizes the chosen ones
+        # Megatron always normalizes the chosen sigmoid scores
         normalize_top_k=score == "sigmoid" or not settings.get("moe_router_pre_softmax"),
         router_scale=float(settings.get("moe_router_topk_scaling_factor") or 1.0), extra=extra,
         **_groups(settings, score))
 
 
 def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
-    """Neutral settings of routing limited to groups; {} without."""
+    """Return the neutral settings of group-limited routing, or {} without groups."""
     groups, chosen = (int(settings.get(f"moe_router_{name}") or 0)
                       for name in ("num_groups", "group_topk"))
     if not groups or not chosen or not settings.get("num_experts"):
@@ -122,13 +125,14 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
     best = int(settings.get("moe_router_topk", 2)) // chosen
     if score == "softmax" and best > 1 and not settings.get("moe_router_pre_softmax"):
         raise CheckpointError(
-            f"moe_router_group_topk={chosen} with {best} scores for each group adds logits without "
-            "--moe-router-pre-softmax, other formats add probabilities: it has no neutral form")
+            f"moe_router_group_topk={chosen} with {best} scores for each group has no neutral "
+            "form: without --moe-router-pre-softmax Megatron adds logits, other formats add "
+            "probabilities")
     return {"groups": groups, "group_top_k": chosen, "group_scores": best}
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Settings in Megatron's names, without those that only shapes say."""
+    """Return settings by Megatron's names, except those that follow from shapes."""
     s = model
     if s.groups:
         s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))
@@ -137,20 +141,21 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
         ("norm", s.norm in _NORMS.values(), "layernorm or rmsnorm"),
         ("positions", s.positions in _POSITIONS.values(), "learned, rotary or none"),
         ("activation", s.activation == ("silu" if s.gated else "gelu"),
-         "silu with gates, gelu without"),
+         "silu with gates, gelu without gates"),
         ("router", s.router in ("softmax", "sigmoid"), "softmax or sigmoid"),
         ("normalize_top_k", s.router != "sigmoid" or s.normalize_top_k or s.top_k <= 1,
          "True with sigmoid scores"),
         ("group_scores", not s.groups or s.group_scores == s.top_k // s.group_top_k,
          "top_k // group_top_k"),
         ("group_scores", not s.groups or s.group_scores == 1 or s.router != "softmax"
-         or not s.normalize_top_k, "1 with softmax scores whose chosen ones sum to 1"),
+         or not s.normalize_top_k, "1 if the chosen softmax scores are normalized"),
     ], _HELD, NEUTRAL_VALUES)
     if wrong:
-        raise CheckpointError("Megatron's GPT model cannot have " + "; ".join(wrong))
+        raise CheckpointError("Megatron's GPT model does not support these "
+                              "settings: " + "; ".join(wrong))
     norms, positions = ({value: name for name, value in table.items()}
                         for table in (_NORMS, _POSITIONS))
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "num_attention_heads": model.heads, "num_query_groups": model.kv_heads,
         "group_query_attention": model.kv_heads != model.heads,
         "normalization": norms[model.norm], "norm_epsilon": model.norm_eps,
@@ -158,41 +163,44 @@ def from_decoder(model: DecoderSettings) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not model.tied, **model.extra
     }
     if model.positions == "rotary":
-        found |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_part}
+        settings |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_part}
     if model.max_positions:
-        found["max_position_embeddings"] = model.max_positions
+        settings["max_position_embeddings"] = model.max_positions
     if model.top_k:
-        found.update({
+        settings.update({
             "moe_router_topk": model.top_k, "moe_router_score_function": model.router,
             "moe_router_pre_softmax": model.router == "softmax" and not model.normalize_top_k,
             "moe_router_topk_scaling_factor": None if model.router_scale == 1.0 else
             model.router_scale
         })
     if model.groups:
-        found.update({"moe_router_num_groups": model.groups,
-                      "moe_router_group_topk": model.group_top_k})
-    return found
+        settings.update({"moe_router_num_groups": model.groups,
+                         "moe_router_group_topk": model.group_top_k})
+    return settings
 
 
 _POSITION, _OUTPUT = "embedding.position_embeddings.weight", "output_layer.weight"
 _OUTER = {"embedding.word_embeddings.weight": "embed.weight", _POSITION: "position.weight",
           _OUTPUT: "output.weight", "decoder.final_layernorm.weight": "final_norm.weight",
           "decoder.final_layernorm.bias": "final_norm.bias"}
-# beginnings of names in a layer, Megatron's and neutral ones
+# name prefixes in a layer: Megatron's -> neutral
 _INNER = {"self_attention.linear_qkv.layer_norm_": "norm1.",
           "mlp.linear_fc1.layer_norm_": "norm2.", "self_attention.linear_proj.": "attention.o.",
           "self_attention.q_layernorm.": "attention.q_norm.",
           "self_attention.k_layernorm.": "attention.k_norm.",
           "mlp.linear_fc2.": "mlp.w_out.", "mlp.router.": "moe.router.",
           "mlp.shared_experts.linear_fc2.": "moe.shared.w_out."}
-# norms as another spec of layers has them
+# names of the norms in another layer spec
 _OTHER_NORMS = {"input_layernorm.": "norm1.", "pre_mlp_layernorm.": "norm2."}
 _GATED = {"mlp.linear_fc1.": "mlp.", "mlp.shared_experts.linear_fc1.": "moe.shared."}
 _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
 
 
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
-    """The names of a model. other_norms: layers whose norms have their other names, too."""
+    """Build the name table of a model.
+
+    other_norms: numbers of the layers in which norms may have alternative names.
+    """
     def rules() -> Iterator[NameRule]:
         layer, ours = common.LAYERS + "{n}.", "layers.{n}."
         gates = ("w_gate", "w_in") if model.gated else ("w_in",)
@@ -220,18 +228,18 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
 
 
 def to_neutral(source: Source) -> Source:
-    """A view of a `megatron` source with neutral names and settings."""
+    """Return a view of a `megatron` source with neutral names and settings."""
     refuse_other_optimizers(source)
     known = source.values.get("settings") or {}
     if pattern := known.get("hybrid_layer_pattern") or known.get("hybrid_override_pattern"):
-        raise CheckpointError(f"hybrid_layer_pattern={short(pattern)}: a hybrid model becomes no "
-                              "other format's; convert to the checkpoint's own format")
+        raise CheckpointError(f"hybrid_layer_pattern={short(pattern)}: a hybrid model cannot be "
+                              "converted to another format; convert to the checkpoint's own format")
     heads = known.get("num_attention_heads")
     kv_heads = _kv_heads(source, heads) if isinstance(heads, int) else 0
     model = to_decoder(known, tied=(MODEL, _OUTPUT) not in source.entries,
                                 learned=(MODEL, _POSITION) in source.entries, kv_heads=kv_heads)
     derived: list[Derived] = []
-    norms: set[Any] = set()  # may be there under two names
+    norms: set[Any] = set()  # norms may exist under two names
     for one in _table(model).neutral(map(source.tensor, source.entries), _without_name):
         if one.key not in norms:
             derived.append(one)
@@ -249,27 +257,28 @@ def to_neutral(source: Source) -> Source:
 
 
 def _without_name(one: Derived) -> Derived:
-    raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name, so that it cannot become "
-                          "another format's; convert to the checkpoint's own format")
+    raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name, so it cannot be converted "
+                          "to another format; convert to the checkpoint's own format")
 
 
 def _kv_heads(source: Source, heads: int) -> int:
-    """Number of key and value heads, from the shapes."""
+    """Return the number of key and value heads, from the shapes."""
     for (field, name), entry in source.entries.items():
         if field == MODEL and name.endswith("self_attention.linear_proj.weight"):
             width = entry.shape[1] // heads
             rows = source.entries[field, name.replace("linear_proj", "linear_qkv")].shape[0]
             return (rows // width - heads) // 2
-    raise CheckpointError("the checkpoint has no self_attention.linear_proj.weight: its attention "
-                          "has no neutral names")
+    raise CheckpointError("the checkpoint has no self_attention.linear_proj.weight, so its "
+                          "attention has no neutral names; convert to the checkpoint's own format")
 
 
 def from_neutral(source: Source) -> Source:
-    """A view of a neutral source with the names of Megatron's GPT model and our experts."""
+    """Return a view of a neutral source with the names of Megatron's GPT model and our experts."""
     source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
     known = from_decoder(model)
-    # ahead of experts, Megatron's own layers and Transformer Engine's call norms differently
+    # in MoE layers, Megatron's own layers and Transformer Engine's layers name the norms
+    # differently
     moe = [prefix.split(".")[1] for prefix in source.layers]
     derived = _table(model, moe).theirs(source, _without_place)
     known.update(_sizes(NeutralModel(source)))
@@ -281,11 +290,13 @@ def from_neutral(source: Source) -> Source:
 
 
 def _with_fitting_biases(source: Source) -> Source:
-    """The source with biases as Megatron has them: in all linear maps and routers, or in none
-    (attention's inputs excepted). Those that are zero come and go. Master weights too.
+    """Return the source with master weights and with the biases that Megatron's model needs.
+
+    Megatron has biases in all linear maps and routers or in none (except the inputs of attention).
+    Zero biases are added or removed.
 
     Raises:
-        CheckpointError: some linear maps have biases and others have none.
+        CheckpointError: only some linear maps have nonzero biases.
     """
     common = {name for field, name in source.entries if field == MODEL}
     has_bias = "layers.0.attention.o.bias" in common
@@ -296,11 +307,11 @@ def _with_fitting_biases(source: Source) -> Source:
         left_out = {name for name in common if _BIAS.search(name)}
         if odd := sorted(name for name in left_out if not is_zero(source, name)):
             raise CheckpointError(f"{odd[0]!r} is not zero, but experts have no biases: Megatron's "
-                                  "GPT model has them in all linear maps or in none; choose "
+                                  "GPT model has biases in all linear maps or in none; choose "
                                   "another format")
     elif experts and set(experts.values()) != {has_bias}:
-        raise CheckpointError("experts and attention: one has biases, the other has none; "
-                              "Megatron's GPT model has them in both or in none")
+        raise CheckpointError("of experts and attention, only one has biases; Megatron's GPT model "
+                              "needs biases in both or in neither")
     kept = [source.tensor(key) for key in source.entries if key[1] not in left_out]
     if has_bias and not left_out:
         kept += [zeros(one, one.key[1].removesuffix("weight") + "bias") for one in kept
@@ -310,30 +321,31 @@ def _with_fitting_biases(source: Source) -> Source:
     return View(view, [*kept, *masters(view)])
 
 
-def _without_place(one: Derived) -> Derived:
-    raise CheckpointError(f"tensor {one.key[1]!r} has no place in Megatron's GPT model")
+def _without_place(tensor: Derived) -> Derived:
+    raise CheckpointError(f"Megatron's GPT model has no counterpart for tensor {tensor.key[1]!r}; "
+                          "choose another format")
 
 
 def _sizes(model: NeutralModel) -> dict[str, Any]:
-    """Settings that shapes say."""
+    """Return the settings that follow from shapes."""
     if model.qk_norm == "all":
         raise CheckpointError(
-            "layers.0.attention.q_norm.weight is of all heads: Megatron's GPT model norms each "
-            f"head alone, of width {model.head_dim}; choose another format")
-    found: dict[str, Any] = {
+            "layers.0.attention.q_norm.weight covers all heads, but Megatron's GPT model "
+            f"normalizes each head separately (width {model.head_dim}); choose another format")
+    settings: dict[str, Any] = {
         "num_layers": model.layers, "hidden_size": model.width,
         "add_bias_linear": model.biases == "all", "add_qkv_bias": model.biases == "qkv",
         "qk_layernorm": model.qk_norm == "head", "kv_channels": model.head_dim,
     }
     if model.dense:
-        found["ffn_hidden_size"] = model.dense_width
+        settings["ffn_hidden_size"] = model.dense_width
     if model.moe:
         with_experts = [int(number in model.moe) for number in range(model.layers)]
-        found.update(num_experts=model.experts, moe_ffn_hidden_size=model.expert_width,
-                     moe_layer_freq=1 if all(with_experts) else with_experts)
+        settings.update(num_experts=model.experts, moe_ffn_hidden_size=model.expert_width,
+                        moe_layer_freq=1 if all(with_experts) else with_experts)
     if model.shared_width:
-        found["moe_shared_expert_intermediate_size"] = model.shared_width
-        found["moe_shared_expert_gate"] = model.shared == "gated"
+        settings["moe_shared_expert_intermediate_size"] = model.shared_width
+        settings["moe_shared_expert_gate"] = model.shared == "gated"
     if model.expert_bias:
-        found["moe_router_enable_expert_bias"] = True
-    return found
+        settings["moe_router_enable_expert_bias"] = True
+    return settings

@@ -1,9 +1,10 @@
 """A distributed checkpoint of Megatron as a source of tensors.
 
-Read are folders of the training script and of Megatron itself (`iter_NNNNNNN`, or the folder above
-with `latest_checkpointed_iteration.txt`), with the optimizer state that is stored by parameter:
-Megatron's optimizers without and with `--use-distributed-optimizer` in the sharding type
-`fully_reshardable`. What other sharding types store depends on the ranks that wrote it.
+The source reads folders of the training script and of Megatron itself (`iter_NNNNNNN`, or the
+parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
+parameter. Megatron stores it by parameter without `--use-distributed-optimizer`, or with the
+sharding type `fully_reshardable`. State of other sharding types can only be read by the ranks that
+wrote it.
 """
 
 from __future__ import annotations
@@ -45,24 +46,28 @@ from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input
 
-_MAPPINGS = ("files", "checksums", "layout", "model", "settings")  # in `META`
+# entries of `META` that must be mappings
+_MAPPINGS = ("files", "checksums", "layout", "model", "settings")
 
 
 def open_checkpoint(path: Path, trusted: bool = False) -> Source:
-    """A distributed checkpoint; tensors by numbered layer.
+    """Open a distributed checkpoint; tensors have numbered layers.
 
-    `values`: "step"; "consumed_samples" where known; "settings", the model's in Megatron's names;
-    "megatron", what a writer of these formats needs: "common" (the content of `common.pt`),
-    "objects" (by name, what reads its bytes), "stacked" (all layers in one tensor), "master" (name
-    of master weights), "layout" (parallel sizes), "sharding_type" (of the optimizer's state).
-    Checksums of files are in `moe_plugin.json`, and verified when a file is first read.
+    The source's `values` have the keys "step", "consumed_samples" (if known), "settings" (the
+    model's settings by Megatron's names) and "megatron". `values["megatron"]` contains values for
+    writers of these formats under the keys "common" (the content of `common.pt`), "objects"
+    (functions that read an object's bytes, by name), "stacked" (whether one tensor contains all
+    layers), "master" (the name of master weights), "layout" (parallel sizes) and "sharding_type"
+    (for the optimizer state). Checksums of files are in `moe_plugin.json`, and are verified when a
+    file is first read.
 
     Args:
-        path: the checkpoint's folder or the one above.
+        path: the checkpoint's folder or its parent folder.
         trusted: unpickle any class, which can run code in the files.
     Raises:
         CheckpointError: a file is missing or damaged.
-        UntrustedFile: it names other classes than torch's and Megatron's own, and is not trusted.
+        UntrustedFile: a file contains classes other than torch's and Megatron's, and `trusted` is
+            False.
     """
     folder = folder_of(path)
     _check_backend(folder)
@@ -89,13 +94,13 @@ def _check_backend(folder: Path) -> None:
     path = folder / BACKEND
     with refused_if_unreadable(
             f"{str(folder)!r} is not a distributed checkpoint of Megatron: {BACKEND} "
-            "cannot be read", "give the folder iter_... or the one above"):
+            "cannot be read", "use the folder iter_... or its parent folder"):
         check_input(path)
         backend = json.loads(path.read_text(encoding="utf-8")).get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} has sharded_backend={short(backend)}: must be "
-            "'torch_dist'; save it with --ckpt-format torch_dist")
+            f"checkpoint {str(folder)!r} has sharded_backend={short(backend)}, but only "
+            "'torch_dist' is supported; save it with --ckpt-format torch_dist")
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with refused_if_unreadable(f"checkpoint {str(folder)!r} has no readable {META}",
-                               "use another one"):
+                               "use another checkpoint"):
         check_input(path)
         meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
         wrong = [name for name in _MAPPINGS if not isinstance(meta.get(name, {}), dict)]
@@ -114,31 +119,31 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             found = folder / name
             if not found.is_file() or found.stat().st_size != size:
                 raise CheckpointError(
-                    f"checkpoint {str(folder)!r} is damaged: {name} must have {size} "
-                    "bytes; restore the file or use another checkpoint")
+                    f"checkpoint {str(folder)!r} is damaged: {name} must have {size} bytes; "
+                    "restore the file or use another checkpoint")
     return meta
 
 
 def _read_common(files: DistributedFiles, trusted: bool) -> dict[str, Any]:
     path = files.folder / COMMON
-    # Megatron-core 0.19 has it among the objects
+    # Megatron-core 0.19 stores the common state among the objects
     inside = next((name for name in files.objects()
                    if name.startswith("common_state/shard_")), None)
     with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
                                "use another checkpoint"):
         if inside is not None and not path.exists():
-            found = _load(io.BytesIO(files.read_object(inside)), inside, trusted)[0]
+            common = _load(io.BytesIO(files.read_object(inside)), inside, trusted)[0]
         else:
             check_input(path)
-            found = _load(path, str(path), trusted)
-        if not isinstance(found, dict):
-            raise ValueError("it is not a mapping")
-    return found
+            common = _load(path, str(path), trusted)
+        if not isinstance(common, dict):
+            raise ValueError(f"it contains a {type(common).__name__}, but a mapping was expected")
+    return common
 
 
 def _sharding_type(files: DistributedFiles, tensors: Mapping[str, Derived],
                    common: Mapping[str, Any]) -> str | None:
-    """How optimizer state is stored; None: there is none."""
+    """Return how optimizer state is stored, or None if there is no optimizer state."""
     told = [part.get("param_state_sharding_type")
             for part in optimizer_parts(common.get("optimizer"))]
     for name in files.objects():
@@ -161,7 +166,7 @@ def _values(files: DistributedFiles, meta: Mapping[str, Any], common: dict[str, 
     arguments = common.get("args")
     progress = common.get("progress") or {}
     given = _plain(arguments)
-    if "layernorm_epsilon" in given:  # so its own script calls it in newer releases
+    if "layernorm_epsilon" in given:  # Megatron's own script uses this name in newer releases
         given = {"norm_epsilon": given["layernorm_epsilon"], **given}
     settings = meta.get("settings") or {**given, **meta.get("model", {})}
     step = meta.get("iteration", common.get("iteration", progress.get("iteration", 0)))
@@ -189,7 +194,7 @@ def _load(file: Any, what: str, trusted: bool) -> Any:
     try:
         return trust.load(file, [argparse.Namespace], what, map_location="cpu")
     except trust.UntrustedFile:
-        try:  # Megatron's own list, where it is installed; importing it takes seconds
+        try:  # Megatron's own list, if it is installed; the import takes seconds
             from megatron.core.safe_globals import SAFE_GLOBALS
         except ImportError:
             SAFE_GLOBALS = []
@@ -199,7 +204,7 @@ def _load(file: Any, what: str, trusted: bool) -> Any:
 
 
 def _plain(arguments: Any) -> dict[str, Any]:
-    """Arguments of Megatron's script as JSON values; those that are none are left out."""
+    """Convert arguments of Megatron's script to JSON values; other values are left out."""
     if not isinstance(arguments, argparse.Namespace):
         return {}
     kept = {}
@@ -222,5 +227,5 @@ def _refuse_single_experts(folder: str, tensors: Iterable[str]) -> None:
     for name in tensors:
         if name.partition(names.NATIVE_EXPERTS)[2][:1].isdecimal():
             raise CheckpointError(
-                f"checkpoint {folder!r} stores each expert under its own name ({name!r}): not "
-                "supported; save it with singleton_local_shards=False")
+                f"checkpoint {folder!r} stores each expert under a separate name ({name!r}), which "
+                "is not supported; save it with singleton_local_shards=False")

@@ -1,10 +1,9 @@
-"""Reading the files of `torch.distributed.checkpoint` by window.
+"""Reading of `torch.distributed.checkpoint` files by window.
 
     .metadata       a pickle: shape, data type and chunks of every tensor, and where each chunk is
     *.distcp        chunk after chunk, each a zip file of `torch.save`
 
-A read takes the rows of the chunks that it needs from the files; nothing else is unpickled than
-listed classes.
+A read loads only the required rows of the required chunks. Only listed classes are unpickled.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input
 
-# that the pickles of a checkpoint may name
+# modules of classes that the pickles of a checkpoint may contain
 _METADATA, _PLANNER = ("torch.distributed.checkpoint.metadata.",
                        "torch.distributed.checkpoint.planner.")
 ALLOWED = {
@@ -59,7 +58,7 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.filesystem._StoragePrefix",
     "torch.serialization._get_layout", "torch.Size", "collections.OrderedDict",
-    # dataclasses with what torch's own hold and more, which 0.15 writes
+    # subclasses of torch's dataclasses with more fields, which Megatron-core 0.15 writes
     *("megatron.core.dist_checkpointing.strategies.torch." + name
       for name in ("MCoreMetadata", "MCoreSavePlan")),
 }
@@ -69,50 +68,51 @@ class DistributedFiles:
     """The tensors and objects in a folder of `torch.distributed.checkpoint`.
 
     Args:
-        folder: with `.metadata`.
-        checksums_by_name: of its files, hexadecimal CRC-32; a file that has one is verified before
-            its first read.
+        folder: the folder, which contains `.metadata`.
+        checksums_by_name: hexadecimal CRC-32 of the folder's files. A file with a checksum is
+            verified before its first read.
         trusted: unpickle any class in `.metadata`, which can run code.
     Raises:
         CheckpointError: a file is missing or damaged.
-        UntrustedFile: `.metadata` names other classes than torch's own.
+        UntrustedFile: `.metadata` contains classes other than torch's own.
     """
 
     def __init__(self, folder: Path, checksums_by_name: Mapping[str, str] | None = None,
                  trusted: bool = False) -> None:
         self.folder = folder
-        self._sums, self._lock = dict(checksums_by_name or {}), RLock()  # of what is known of files
+        # guards the state of the files below
+        self._sums, self._lock = dict(checksums_by_name or {}), RLock()
         self._verified: set[str] = set()
         for name in {METADATA, COMMON} & set(self._sums):
             self.verify(name)
         metadata = _read_metadata(folder / METADATA, trusted)
         self._metadata, self._places = metadata.state_dict_metadata, metadata.storage_data
-        self._chunks: dict[Any, Derived] = {}  # by file and place
+        self._chunks: dict[Any, Derived] = {}  # by file and position
 
     def tensors(self) -> dict[str, Derived]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         return {name: Derived((MODEL, name), TensorEntry(tuple(one.size), one.properties.dtype),
                               partial(self.read, name))
                 for name, one in self._metadata.items() if isinstance(one, TensorStorageMetadata)}
 
     def objects(self) -> list[str]:
-        """Names of what is not a tensor."""
+        """Return the names of entries that are not tensors."""
         return [name for name, one in self._metadata.items()
                 if isinstance(one, BytesStorageMetadata)]
 
     def file_names(self) -> list[str]:
-        """Names of the files with tensors and objects."""
+        """Return the names of the files with tensors and objects."""
         return sorted({place.relative_path for place in self._places.values()})
 
     def unsealed(self) -> list[Path]:
-        """The files without a checksum."""
+        """Return the files without a checksum."""
         return [self.folder / name for name in self.file_names() if name not in self._sums]
 
     def read(self, name: str, window: Window) -> Tensor:
-        """A window (with a start and a stop on every axis) of a tensor.
+        """Read a window (with a start and a stop on every axis) of a tensor.
 
         Raises:
-            CheckpointError: its chunks do not cover the window, or a file is damaged.
+            CheckpointError: the chunks do not cover the window, or a file is damaged.
         """
         stored, shape = self._metadata[name], window_shape(window)
         found, out = 0, torch.empty(shape, dtype=stored.properties.dtype)
@@ -130,40 +130,41 @@ class DistributedFiles:
             found += value.numel()
         if found != math.prod(shape):
             raise CheckpointError(
-                f"checkpoint {str(self.folder)!r}: the chunks of {name!r} have {found} of the "
-                f"{math.prod(shape)} elements of {window}; it is incomplete, use another one")
+                f"checkpoint {str(self.folder)!r}: the chunks of {name!r} contain only {found} of "
+                f"the {math.prod(shape)} elements of {window}; the checkpoint is incomplete, use "
+                "another checkpoint")
         return out
 
     def read_object(self, name: str) -> bytes:
-        """The bytes of an object, as `torch.save` wrote them."""
-        path, place = self._place(name, f"the object {name!r}")
+        """Return the bytes of an object, as written by `torch.save`."""
+        path, place = self._locate(name, f"the object {name!r}")
         with open(path, "rb", buffering=0) as stream:
             stream.seek(place.offset)
-            found = stream.read(place.length)
-        if len(found) != place.length:
+            content = stream.read(place.length)
+        if len(content) != place.length:
             raise CheckpointError(f"checkpoint file {str(path)!r} ends before the object {name!r}; "
                                   "use another checkpoint")
-        return found
+        return content
 
     def _chunk(self, name: str, offsets: Any, entry: TensorEntry) -> Derived:
-        path, place = self._place(name, f"the chunk of {name!r} at {tuple(offsets)}", offsets)
+        path, place = self._locate(name, f"the chunk of {name!r} at {tuple(offsets)}", offsets)
         key = (path, place.offset)
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged at {name!r}",
                                    "use another checkpoint"):
             with self._lock:
                 if key not in self._chunks:
                     self._chunks[key] = _open_chunk(path, place)
-                found = self._chunks[key]
-            if found.entry != entry:
-                raise ValueError(f"{found.entry.dtype} of shape {found.entry.shape}, not "
-                                 f"{entry.dtype} of shape {entry.shape}")
-        return found
+                tensor = self._chunks[key]
+            if tensor.entry != entry:
+                raise ValueError(f"it contains {tensor.entry.dtype} of shape {tensor.entry.shape} "
+                                 f"instead of {entry.dtype} of shape {entry.shape}")
+        return tensor
 
-    def _place(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
-        """File and place of a chunk or object; the file is what was written."""
+    def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
+        """Return file and position of a chunk or object, after verifying the file."""
         place = self._places.get(MetadataIndex(name, offsets))
         if place is None:
-            raise CheckpointError(f"checkpoint {str(self.folder)!r}: no file has {what}; use "
+            raise CheckpointError(f"checkpoint {str(self.folder)!r}: no file contains {what}; use "
                                   "another checkpoint")
         with self._lock:
             if place.relative_path not in self._verified:
@@ -175,12 +176,12 @@ class DistributedFiles:
         """Raise `CheckpointError` if a file is outside of the folder, missing or damaged."""
         path = self.folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
-            raise CheckpointError(f"checkpoint {str(self.folder)!r} names a file outside of "
-                                  f"it: {short(name)}; use another checkpoint")
+            raise CheckpointError(f"checkpoint {str(self.folder)!r} refers to a file outside of "
+                                  f"its folder: {short(name)}; use another checkpoint")
         try:
             check_input(path)
             wanted = self._sums.get(name)
-            with open(path, "rb"):  # it is there
+            with open(path, "rb"):  # fails if the file is missing
                 differs = wanted is not None and wanted != f"{checksums.crc_of(path):08x}"
         except OSError as error:
             raise CheckpointError(f"checkpoint file {str(path)!r} cannot be read "
@@ -188,18 +189,18 @@ class DistributedFiles:
                                   ) from error
         if differs:
             raise CheckpointError(
-                f"checkpoint file {str(path)!r} has another checksum than when it was "
-                "written; restore the file or use another checkpoint")
+                f"checkpoint file {str(path)!r} has another checksum than when it was written; "
+                "restore the file or use another checkpoint")
 
 
 def _open_chunk(path: Path, place: Any) -> Derived:
     with open(path, "rb") as stream:
-        found = open_lazily(path, (), "a tensor of the checkpoint",
-                            stream=_create_file_view(stream, place.offset, place.length),
-                            part=(place.offset, place.offset + place.length))
-    if not isinstance(found, Derived):
-        raise ValueError(f"a {type(found).__name__}, not a tensor")
-    return found
+        tensor = open_lazily(path, (), "a tensor of the checkpoint",
+                             stream=_create_file_view(stream, place.offset, place.length),
+                             part=(place.offset, place.offset + place.length))
+    if not isinstance(tensor, Derived):
+        raise ValueError(f"it contains a {type(tensor).__name__}, but a tensor was expected")
+    return tensor
 
 
 def _read_metadata(path: Path, trusted: bool) -> Metadata:
@@ -216,30 +217,34 @@ def _read_metadata(path: Path, trusted: bool) -> Metadata:
 def _check_metadata(metadata: Metadata) -> None:
     if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(
             metadata.storage_data, dict):
-        raise ValueError("it has no tensors")
+        raise ValueError("it does not list any tensors")
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
-            raise ValueError("a tensor's name is not text")
+            raise ValueError("the name of a tensor is not a string")
         if isinstance(stored, TensorStorageMetadata):
             boxes = [stored.size, *(box for chunk in stored.chunks
                                     for box in (chunk.offsets, chunk.sizes))]
             if not isinstance(stored.properties.dtype, torch.dtype) or not all(
                     isinstance(box, tuple) and len(box) == len(stored.size)
                     and all(type(size) is int and size >= 0 for size in box) for box in boxes):
-                raise ValueError(f"{short(name)} has no shape")
+                raise ValueError(f"entry {short(name)} has no valid shape or data type")
     for index, place in metadata.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(
                 place.relative_path, str) or not all(
                     type(size) is int and size >= 0 for size in (place.offset, place.length)):
-            raise ValueError("it does not say where tensors are")
+            raise ValueError("it does not contain the locations of the tensors")
         if place.__dict__.get("transform_descriptors"):
-            raise ValueError("its files are compressed or encrypted")
+            raise ValueError("its files are compressed or encrypted, which is not supported")
 
 
 def check_classes(folder: str) -> None:
-    """Raise `UntrustedFile` if a pickle of a checkpoint, also one that the run does not read, names
-    other classes than the listed ones and Megatron's own (`megatron.core.safe_globals`), and
-    `CheckpointError` if a file is missing.
+    """Check the classes and files of a whole checkpoint, including parts that the run does not
+    read.
+
+    Raises:
+        UntrustedFile: a pickle contains classes other than the listed classes and Megatron's own
+            (`megatron.core.safe_globals`).
+        CheckpointError: a file is missing.
     """
     common = os.path.join(folder, COMMON)
     if os.path.exists(common):

@@ -1,10 +1,10 @@
-"""Writing a distributed checkpoint of Megatron in one process, without its ranks.
+"""Writing of a distributed checkpoint of Megatron in one process, without Megatron's ranks.
 
-    PATH/iter_0000100/__0_0.distcp ...         tensors, some hundred MB in each file
+    PATH/iter_0000100/__0_0.distcp ...         tensors, several hundred MB in each file
     PATH/iter_0000100/.metadata, common.pt, metadata.json, moe_plugin.json
     PATH/latest_checkpointed_iteration.txt
 
-Tensors are read from the source and written chunk by chunk. Megatron loads the result at any
+Tensors are read from the source and written chunk by chunk. Megatron can load the result with any
 parallel sizes.
 """
 
@@ -82,16 +82,18 @@ class _Piece:
 
 
 def write(source: Source, path: Path, layout: CheckpointSizes, progress: WriteProgress) -> Path:
-    """Write a source with Megatron's names; returns the checkpoint's folder.
+    """Write a source with Megatron's names and return the checkpoint's folder.
 
     Args:
-        source: of the format `megatron` or `megatron_native`.
-        path: an existing folder; see the module.
-        layout: `ep` says whether Megatron's own experts have an optimizer of their own (above 1).
-            Other sizes change nothing.
+        source: a source of the format `megatron` or `megatron_native`.
+        path: an existing folder.
+        layout: an `ep` above 1 gives Megatron's own experts a separate optimizer. Other sizes have
+            no effect.
+        progress: receives the progress.
     Raises:
-        CheckpointError: layers have the same names but other shapes or data types.
-        OSError: the disk is full, for example.
+        CheckpointError: tensors of different layers with the same name differ in shape or data
+            type.
+        OSError: writing failed, for example because the disk is full.
     """
     kept = source.values.get("megatron") or {}
     iteration = int(source.values.get("step") or 0)
@@ -114,7 +116,7 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
 
 
 def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
-    """Whether all layers have the same tensors, so that Megatron stores them in one."""
+    """Return whether all layers have the same tensors, in which case Megatron stacks them."""
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
         rest, number = common.without_number(name)
@@ -135,8 +137,9 @@ def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> I
         else:
             name, ahead, shape = common.stored_name(key, master), (), entry.shape
         if shapes.setdefault(name, (shape, entry.dtype)) != (shape, entry.dtype):
-            raise CheckpointError(f"{key[1]!r} has shape {entry.shape} and {entry.dtype}, other "
-                                  f"layers have {shapes[name]}: one checkpoint cannot hold both")
+            raise CheckpointError(f"{key[1]!r} has shape {entry.shape} and {entry.dtype}, but "
+                                  f"other layers have {shapes[name]}: a Megatron checkpoint needs "
+                                  "the same shape and data type in all layers")
         for window in blocks(entry, CHUNK_BYTES):
             offsets = (*ahead, *(part.start for part in window))
             yield _Piece(name, shape, offsets, key, window, entry.dtype)
@@ -145,26 +148,26 @@ def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> I
 def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str, bytes]:
     numbers = common.layer_numbers(name for field, name in source.entries if field == MODEL)
     native = source.format == NATIVE
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     if "objects" in kept:
-        found.update({name: read() for name, read in kept["objects"].items()
-                      if (native or "mlp.experts." not in name) and not (
+        contents.update({name: read() for name, read in kept["objects"].items()
+                         if (native or "mlp.experts." not in name) and not (
                           source.values.get(MODEL_ONLY) and name.startswith("optimizer."))})
     else:
         moe = common.layer_numbers(source.layers)
         tensors = (name for _, name in source.entries)
-        found.update(dict.fromkeys(common.module_objects(numbers, moe, tensors, stacked),
-                                   common.object_bytes()))
+        contents.update(dict.fromkeys(common.module_objects(numbers, moe, tensors, stacked),
+                                      common.object_bytes()))
     if native:
         empty = common.object_bytes()
         for name in common.expert_objects(source.layers, len(numbers), stacked):
-            found.setdefault(name, empty)
-    return found
+            contents.setdefault(name, empty)
+    return contents
 
 
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
                    progress: WriteProgress) -> None:
-    """As `torch.distributed.checkpoint.FileSystemWriter` writes them."""
+    """Write tensors and objects as `torch.distributed.checkpoint.FileSystemWriter` does."""
     places: dict[MetadataIndex, _StorageInfo] = {}
     indexes: list[Path] = []
     for number, content in enumerate(_files(pieces, objects)):
@@ -180,7 +183,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
     metadata = metadata_of(pieces, objects)
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta(checkpoint_id=folder.name)
-    metadata.version = "1.0.0"  # of torch's format
+    metadata.version = "1.0.0"  # version of torch's format
     write_whole(folder / METADATA, lambda stream: pickle.dump(metadata, stream))
     progress.wrote(f"{folder.name}/{METADATA}")
     for index in indexes:
@@ -188,7 +191,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
 
 
 def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[str | _Piece]]:
-    """The content of each file: names of objects, and pieces."""
+    """Yield the content of each file: names of objects, and pieces."""
     content: list[str | _Piece] = [*objects]
     size = sum(map(len, objects.values()))
     for piece in pieces:
@@ -203,7 +206,7 @@ def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[
 
 def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source: Source,
                 objects: Mapping[str, bytes], progress: WriteProgress) -> None:
-    """Write a file, and in another one where each of its parts is."""
+    """Write a file, and an index file with the location of each of its parts."""
     rows: list[tuple[Any, ...]] = []
     with open(path, "wb") as stream:
         for one in content:
@@ -223,14 +226,14 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
 
 
 def metadata_of(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
-    """Torch's description of a checkpoint: where each piece and object is."""
-    found: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
+    """Return torch's description of a checkpoint, which locates each piece and object."""
+    entries: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
     for piece in pieces:
-        stored = found.setdefault(piece.name, TensorStorageMetadata(
+        stored = entries.setdefault(piece.name, TensorStorageMetadata(
             TensorProperties(piece.dtype), torch.Size(piece.shape), []))
         stored.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets),
                                                   torch.Size(piece.sizes)))
-    return Metadata(found)
+    return Metadata(entries)
 
 
 def _common(source: Source, kept: Mapping[str, Any], layout: CheckpointSizes) -> dict[str, Any]:
@@ -273,7 +276,8 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
 
 
 def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the training script compares with its own model, as far as settings say it."""
+    """Return the values that the training script compares with its model, as far as they are known.
+    """
     theirs = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
     same = ("num_layers", "hidden_size", "num_attention_heads", "moe_ffn_hidden_size",
             "add_bias_linear", "normalization")

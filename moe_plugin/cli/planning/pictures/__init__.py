@@ -1,4 +1,7 @@
-"""Pictures of a collective's schedule: the network, its cut, its trees. Never imports torch."""
+"""Pictures of a collective's schedule: the network, its cut and its trees.
+
+The package does not import torch.
+"""
 
 from moe_plugin.cli.planning.pictures.draw import drawing
 from moe_plugin.cli.planning.pictures.page import page

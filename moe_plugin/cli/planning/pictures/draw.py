@@ -1,6 +1,6 @@
-"""A schedule as an SVG picture: the network with its cut, then some of the trees.
+"""Draw a schedule as an SVG picture: the network with its cut, then some of the trees.
 
-The picture has a white ground and its own colours, so that it reads the same wherever it is shown.
+The picture has a white background and fixed colors, so that it looks the same everywhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from moe_plugin.cli.planning.forest import cut_words, number, share_words, trees
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import Schedule, Tree
 
-# Where the nodes of a network and of a tree are drawn, by igraph, which schedules need, too.
-SLOW = 0.45  # of a link's length, for each factor of 10 in bandwidth below the fastest
+# igraph places the nodes of networks and trees; computing schedules requires it as well
+SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below the fastest link
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Positions within [0, 1] x [0, 1], alike for equal networks: distances between nodes are as
-    near to those along the links as possible (Kamada and Kawai, 1989). Fast links are shorter, so
-    that what belongs together is drawn together.
+    """Return the positions of all nodes within [0, 1] x [0, 1]. Equal networks get equal positions.
+
+    The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
+    Fast links are shorter, so that closely connected nodes are drawn close to each other.
     """
     import igraph
 
@@ -38,7 +39,7 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
     start = _spread(np.array(graph.distances(weights=along)))
     at = np.array(graph.layout_kamada_kawai(weights=along, seed=start.tolist()).coords)
     low, high = at.min(axis=0), at.max(axis=0)
-    # the wider direction lies, whatever the axes came out as
+    # the longer direction becomes horizontal
     if high[1] - low[1] > 1.02 * (high[0] - low[0]):
         at, low, high = at[:, ::-1], low[::-1], high[::-1]
     placed = (at - low) / (max(high - low) or 1.0)
@@ -46,20 +47,21 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
-    """Classical scaling: the two directions in which distances differ most."""
+    """Place nodes by classical scaling, in the two directions in which distances differ most."""
     count = len(wanted)
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-centre @ wanted**2 @ centre / 2)
     at = vectors[:, -2:] * np.sqrt(np.maximum(values[-2:], 1e-6))
     if at.shape[1] < 2:
         at = np.zeros((count, 2))
-    # nodes at one place would never part
+    # nodes at the same place would never be separated by the layout
     return at + 1e-3 * np.stack([np.cos(np.arange(count)), np.sin(np.arange(count))], axis=1)
 
 
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
-    """Of each rank: its depth, and its row: leaves one below the other, parents between their
-    children.
+    """Return the depth and the row of each rank.
+
+    Leaves are below each other, and parents are between their children.
     """
     import igraph
 
@@ -73,19 +75,20 @@ def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
 
 
 WIDTH, MARGIN = 1000, 34
-MOST_NODES = 300  # of a drawing that one can still read
+MOST_NODES = 300  # largest number of nodes in a readable drawing
 PANELS, COLUMNS = 12, 4
-STEP, ROW = 46, 19  # of a tree: between depths, between leaves
+STEP, ROW = 46, 19  # pixels between depths of a tree, and between its leaves
 INK, SOFT, INSIDE, OUTSIDE, CUT = "#1b1d21", "#5c6169", "#cfe3fb", "#ffffff", "#c22f26"
-# distinguishable with the common colour deficiencies; by bandwidth, the fastest first
+# distinguishable with common color vision deficiencies; ordered by bandwidth, the fastest first
 COLORS = ("#2a78d6", "#d9541e", "#138a63", "#a87400", "#6a4fc4", "#c2387f")
 FONT = 'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif"'
 
 
 def drawing(schedule: Schedule) -> str:
-    """The picture of a schedule as SVG text.
+    """Return the picture of a schedule as SVG text.
 
-    Raises: ValueError: more nodes than one can read.
+    Raises:
+        ValueError: the network has too many nodes for a readable drawing.
     """
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
@@ -101,26 +104,29 @@ def drawing(schedule: Schedule) -> str:
 
 
 def svg(height: float, content: str) -> str:
-    """A picture of `WIDTH` by `height` on white."""
+    """Return a picture of `WIDTH` by `height` on a white background."""
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
             f'width="{WIDTH}" height="{height:.0f}" {FONT} role="img">'
             f'<path d="M0 0H{WIDTH}V{height:.0f}H0Z" fill="#ffffff"/>{content}</svg>\n')
 
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """The network from `top` on, and where it ends: ranks as circles with their numbers, switches
-    as boxes, nodes of the cut filled, wires that cross it dashed.
+    """Draw the network from `top` on. Returns the SVG text and the lower end.
+
+    Ranks are circles with their numbers, and switches are boxes. Nodes of the cut are filled, and
+    wires that cross the cut are dashed.
     """
     network = schedule.network
     if len(network.nodes) > MOST_NODES:
-        raise ValueError(f"network {network.name} has {len(network.nodes)} nodes, too many to draw "
-                         f"(at most {MOST_NODES}); leave --svg out, or draw a smaller one")
+        raise ValueError(f"network {network.name} has {len(network.nodes)} nodes, which is too "
+                         f"many to draw (at most {MOST_NODES}). Leave --svg out, or draw a smaller "
+                         "network")
     at = network_layout(network)
     height = max(y for _, y in at.values())
     radius = max(7.0, min(13.0, 260 / len(network.nodes) ** 0.5 / 3))
     legend_width = 190
     wide = WIDTH - 2 * MARGIN - legend_width - 2 * radius - 24
-    # a tall network is drawn narrower
+    # a high network is drawn narrower, so that its height stays limited
     scale = min(wide, 620 / height if height else wide)
     left = MARGIN + radius + (wide - scale) / 2 * (height > 0.5)
     spot = {node: (left + scale * x, top + radius + scale * y) for node, (x, y) in at.items()}
@@ -151,7 +157,7 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
             continue
         (x, y), (u, v) = spot[a], spot[b]
         length = hypot(u - x, v - y) or 1.0
-        # two different directions side by side, with an arrow's head each
+        # wires with different bandwidths for each direction are drawn next to each other, as arrows
         off = 0 if both else 3
         dx, dy = -(v - y) / length * off, (u - x) / length * off
         crossing = (a in cut) != (b in cut)
@@ -167,7 +173,7 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """The head of an arrow from (x, y) to (u, v), at a share of the way."""
+    """Draw the head of an arrow from (x, y) to (u, v), at the fraction `share` of the way."""
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
     px, py = x + (u - x) * share, y + (v - y) * share
@@ -194,7 +200,8 @@ def _node(network: Network, index: int, at: tuple[float, float], radius: float, 
 
 
 def _box(x: float, y: float, half: float, tall: float, fill: str) -> str:
-    """A box around (x, y), as a path: the report's page has a style of its own for rectangles."""
+    """Draw a box around (x, y) as a path, because the report's page has its own style for `rect`.
+    """
     return (f'<path d="M{x - half:.1f} {y - tall:.1f}h{2 * half:.1f}v{2 * tall:.1f}'
             f'h{-2 * half:.1f}z" fill="{fill}" stroke="{SOFT}" stroke-width="1.3" '
             'stroke-linejoin="round"/>')
@@ -226,8 +233,10 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Up to `PANELS` trees from `top` on, and where they end: the root to the left, a column for
-    each hop, the ranks' numbers; edges in the colour of their slowest wire.
+    """Draw up to `PANELS` trees from `top` on. Returns the SVG text and the lower end.
+
+    The root is on the left, and each hop has a column. Ranks are shown by number, and edges have
+    the color of their slowest wire.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)
@@ -250,7 +259,7 @@ def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
 
 
 def _chosen(trees: Iterable[Tree]) -> list[Tree]:
-    """The heaviest tree of each direction and root first, then the others."""
+    """Choose the heaviest tree of each direction and root, or other trees if there are none."""
     trees = sorted(trees, key=lambda tree: (-tree.weight, tree.inward))
     seen, first, rest = set(), [], []
     for tree in trees:

@@ -1,4 +1,4 @@
-"""A schedule as one HTML page: numbers, proof, comparison, pictures."""
+"""The HTML page of a schedule: numbers, proof, comparison and pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_plugin.planner.units import show_size, show_time
 
 
 def page(report: Report) -> str:
-    """The page as text. It loads nothing."""
+    """Return the page as text. The page refers to no other files."""
     schedule, network = report.schedule, report.schedule.network
     title = f"{network.name}: {schedule.collective}"
     note = f'<p class="note" role="note">{escape(report.note)}</p>' if report.note else ""
@@ -63,13 +63,13 @@ def _comparison(report: Report) -> str:
                    for name, *cells in comparison(report))
     return ('<h2>Compared</h2><div class="scroll" tabindex="0" role="region" aria-label="Compared">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-            "<p>limit: of the busiest wire, reached as the number of chunks grows</p>")
+            "<p>limit: time of the busiest wire, approached as the number of chunks grows</p>")
 
 
 def _picture(report: Report) -> str:
     if len(report.schedule.network.nodes) > MOST_NODES:
         return f"<p>Networks of more than {MOST_NODES} nodes are not drawn.</p>"
-    # as wide as the page
+    # scales the picture to the width of the page
     picture = drawing(report.schedule).replace("<svg ", '<svg style="max-width:100%;height:auto" ',
                                                1)
     return f"<h2>Network and trees</h2><figure>{picture}</figure>"

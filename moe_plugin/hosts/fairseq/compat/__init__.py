@@ -1,10 +1,11 @@
-"""What fairseq 0.12.2 needs to run on today's Python, torch, numpy and hydra, and on a machine
-without CUDA.
+"""Patches that let fairseq 0.12.2 run on current versions of Python, torch, numpy and hydra.
 
-The only place of this host that patches. Every patch is a function that says version range and
-reason. `install` runs once, right after `import fairseq` (see the top-level module
-`moe_plugin_fairseq_compat`, which also lets that import succeed on Python >= 3.11). Names are
-replaced inside fairseq's own modules; numpy, torch and hydra stay as they are for everybody else.
+The patches also let fairseq run without CUDA. All patches of this host are in this package. Each
+patch is a function, and its docstring names the version range and the reason. Patches replace names
+only inside fairseq's own modules. For all other code, numpy, torch and hydra remain unchanged.
+
+`install` runs once, right after `import fairseq`. The top-level module `moe_plugin_fairseq_compat`
+calls it, and also makes this import succeed on Python >= 3.11.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 def install() -> None:
     """Apply every patch to the imported fairseq 0.12.
 
-    Calling it again, or on another version, does nothing.
+    The function does nothing if it was called before, or for another version of fairseq.
     """
     import fairseq
 
@@ -34,7 +35,7 @@ def install() -> None:
     from moe_plugin.utils.quiet import FAIRSEQ, FAIRSEQ_LINES, hide
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
-    # of two patches in one place, the later one calls the earlier one
+    # if two patches replace the same name, the later patch calls the earlier one
     for module in (runtime, launch, userdir, userdir, checkpoints, evaluation, native, flags,
                    hydra_train):
         patching.apply(module)

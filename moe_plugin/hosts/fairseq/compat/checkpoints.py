@@ -1,5 +1,6 @@
-"""Checkpoints: checksums, whole copies whatever happens, flags of fairseq's `moe` branch, files of
-several ranks in training and evaluation.
+"""Checkpoints of fairseq: checksums, complete copies, and files of several ranks.
+
+The module also adds the checkpoint flags of fairseq's `moe` branch.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder
 FLAGS = {
     "no_best_checkpoints": "don't store best checkpoints (fairseq moe)",
     "symlink_best_and_last_checkpoints":
-        "checkpoint_best and checkpoint_last share the storage of the checkpoint that they equal "
-        "(fairseq moe); hard links, which outlive the removal of old checkpoints",
+        "let checkpoint_best and checkpoint_last share the storage of the checkpoint that they "
+        "equal (fairseq moe); uses hard links, which survive the removal of old checkpoints",
     "no_save_optimizer_state_on_training_finished":
         "don't save optimizer state in the checkpoint of the last step (fairseq moe)",
 }
@@ -33,7 +34,7 @@ FLAGS = {
 
 @patch
 def saving_flags() -> None:
-    """fairseq <= 0.12.3 does not have the branch's flags of `FLAGS`."""
+    """Add the flags of the branch in `FLAGS`, which fairseq <= 0.12.3 does not have."""
     from fairseq.dataclass.configs import CheckpointConfig
 
     for name, text in FLAGS.items():
@@ -43,13 +44,15 @@ def saving_flags() -> None:
 @replaces("checkpoint_utils.save_checkpoint")
 def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
                  val_loss: float | None) -> None:
-    """fairseq <= 0.12.3 copies `checkpoint_last.pt` in place, so that a kill during the copy leaves
-    a truncated file. What the flags of `FLAGS` ask for is done here, too.
+    """Write `checkpoint_last.pt` completely or not at all, and implement the flags of `FLAGS`.
+
+    fairseq <= 0.12.3 copies the file in place, so that a process killed during the copy leaves a
+    truncated file.
     """
     from fairseq import checkpoint_utils
 
     if cfg.get("no_best_checkpoints", False) and val_loss is not None:
-        # the original stores what has a validation loss; it reads `best` from this function
+        # the original saves if there is a validation loss, and reads `best` from this function
         better, known = (max if cfg.maximize_best_checkpoint_metric else min,
                          checkpoint_utils.save_checkpoint)
         known.best = better(val_loss, getattr(known, "best", val_loss))
@@ -73,7 +76,7 @@ def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_it
 
 def _kept() -> str:
     if RUN.saved is None:
-        return "no complete checkpoint is there"
+        return "no complete checkpoint exists"
     return f"the newest complete checkpoint is that of update {RUN.saved}"
 
 
@@ -102,8 +105,10 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 @replaces("checkpoint_utils.load_checkpoint")
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
-    """fairseq <= 0.12.3 trains a step beyond the last when a finished run is started again; when
-    it is stopped, every rank ends in a traceback.
+    """Report a finished run instead of training another step, and remember where a run resumes.
+
+    fairseq <= 0.12.3 trains one step too many if a finished run is started again. If a run is
+    stopped, every rank ends with a traceback.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -114,17 +119,19 @@ def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any
     for flag, so_far, limit in (("--max-update", done, limits.max_update),
                                 ("--max-epoch", epoch_itr.next_epoch_idx - 1, limits.max_epoch)):
         if done and 0 < limit <= so_far:
-            logger.info("the run of %s is finished: it has %d of %s %d; a larger number goes "
-                        "on", cfg.save_dir, so_far, flag, limit)
-            limits.max_epoch = -1  # no epoch follows; 0 stands for any number of them
+            logger.info("the run of %s is finished: it has done %d of %s %d. Use a larger number "
+                        "to continue", cfg.save_dir, so_far, flag, limit)
+            limits.max_epoch = -1  # ends training at once; 0 would mean no limit
     return extra_state, epoch_itr
 
 
 @replaces("checkpoint_utils.torch_persistent_save")
 def checksums(original: Callable[..., None], obj: Any, filename: str,
               async_write: bool = False) -> None:
-    """fairseq <= 0.12.3 writes files without checksums, and after an error again into the same
-    half-written file.
+    """Write checkpoints with checksums.
+
+    fairseq <= 0.12.3 writes files without checksums, and after an error writes into the same
+    half-written file again.
     """
     from fairseq.file_io import PathManager
 
@@ -139,16 +146,16 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
 @replaces("checkpoint_utils.load_checkpoint")
 def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
                              **kwargs: Any) -> Any:
-    """Let every flag of training that names a checkpoint take `X.pt` for `X-rank-0.pt`, ..., and
-    one of these for all of them.
+    """Let every training flag that names a checkpoint accept `X.pt` or one of `X-rank-0.pt`, ...
 
-    fairseq <= 0.12.3 adds the rank to `--restore-file` alone, and looks for this rank's
-    `checkpoint_last` to tell whether a run begins: ranks would differ where others wrote it.
+    fairseq <= 0.12.3 adds the rank only to `--restore-file`. Each rank also looks for its own
+    `checkpoint_last` to decide whether a run begins. If another number of ranks wrote the files,
+    the ranks could decide differently.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
     if wanted != _LAST and _existing(wanted) is None and trainer.data_parallel_rank == 0:
-        logger.warning("--restore-file %s is not there: training begins at step 0", wanted)
+        logger.warning("--restore-file %s does not exist: training begins at step 0", wanted)
     before = {name: cfg[name] for name in names}
     cfg.update(names)
     try:
@@ -158,7 +165,11 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """What settings that name checkpoints are for fairseq. `ValueError`: there is none."""
+    """Return the settings that name checkpoints, as fairseq needs them.
+
+    Raises:
+        ValueError: a named checkpoint does not exist.
+    """
     from moe_plugin.checkpoint.formats.fairseq import files
 
     names: dict[str, str | None] = {}
@@ -166,7 +177,7 @@ def _names(cfg: Any) -> dict[str, str | None]:
         folder, name = os.path.split(files.without_rank(cfg.restore_file))
         names["restore_file"] = os.path.join(folder or ".", name)
     resets = (cfg.reset_optimizer or cfg.reset_lr_scheduler or cfg.reset_meters
-              or cfg.reset_dataloader)  # fairseq refuses them with --finetune-from-model
+              or cfg.reset_dataloader)  # fairseq refuses these with --finetune-from-model
     begun = (cfg.restore_file == _LAST and not resets
              and _existing(os.path.join(cfg.save_dir, _LAST)) is not None)
     for flag in ("finetune_from_model", "continue_once"):
@@ -179,7 +190,7 @@ def _names(cfg: Any) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """The file, or its first rank's; remote files are taken to be there."""
+    """Return the file or that of its first rank, or None. Remote files are assumed to exist."""
     from fairseq.file_io import PathManager
 
     from moe_plugin.checkpoint.formats.fairseq import files
@@ -192,8 +203,8 @@ def _existing(path: str) -> str | None:
 def _missing(flag: str, path: str) -> ValueError:
     from moe_plugin.checkpoint.formats.fairseq import files
 
-    return ValueError(f"{flag} {short(path)} does not exist, nor does {files.with_rank(path, 0)}; "
-                      "give the path of a checkpoint, with or without the number of a rank")
+    return ValueError(f"{flag} {short(path)} does not exist, nor does {files.with_rank(path, 0)}. "
+                      "Pass the path of a checkpoint, with or without the number of a rank")
 
 
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
@@ -201,8 +212,8 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
 
-    fairseq <= 0.12.3 evaluates from one file. A process gets the experts that are its part of the
-    `Evaluation`: all of them, where it evaluates alone.
+    fairseq <= 0.12.3 evaluates from one file. With this patch each process reads only its part of
+    the experts (see `Evaluation`). A single process reads all experts.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 
@@ -213,17 +224,17 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
 
 @replaces("checkpoint_utils.get_maybe_sharded_checkpoint_filename")
 def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwargs: Any) -> str:
-    """See `evaluation_from_rank_files`."""
+    """Find the file of a checkpoint, see `evaluation_from_rank_files`."""
     name = original(filename, *args, **kwargs)
-    found = _existing(name)
-    if found is None:
+    existing = _existing(name)
+    if existing is None:
         raise _missing("--path", name)
-    return found
+    return existing
 
 
 @replaces("checkpoint_utils.load_checkpoint_to_cpu")
 def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """See `evaluation_from_rank_files`."""
+    """Load this rank's part of the experts, see `evaluation_from_rank_files`."""
     from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.checkpoint.formats.fairseq.resume import part_state
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
@@ -231,11 +242,11 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
     overrides = (args[0] if args else kwargs.get("arg_overrides")) or {}
     if os.path.exists(path):
-        written = files.read(path)  # its errors name the file and the remedy
+        written = files.read(path)  # raises errors that name the file and the remedy
         files.refuse_branch(path, written)
         _refuse_unknown(overrides, written)
     state, evaluation = original(path, *args, **kwargs), current_evaluation()
-    if evaluation is not None:  # its model is built by the settings in the checkpoint
+    if evaluation is not None:  # the model is built from the settings in the checkpoint
         _refuse_imports(path, state, overrides)
         _add_overrides(path, state, overrides)
         on_disk = place_experts(state) == "disk"
@@ -247,7 +258,7 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
 @contextmanager
 def giving(state: dict[str, Any]) -> Iterator[None]:
-    """fairseq <= 0.12.3 gives `Trainer.load_checkpoint` what is in a file; inside, this state."""
+    """Let fairseq <= 0.12.3 read this state in `Trainer.load_checkpoint`, instead of a file."""
     import torch
     from fairseq import checkpoint_utils
 
@@ -260,7 +271,7 @@ def giving(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """`UntrustedFile` where a checkpoint names modules that building its model would import."""
+    """Raise `UntrustedFile` if building a checkpoint's model would import modules it names."""
     from moe_plugin.checkpoint import trust
 
     settings = (state.get("cfg") or {}).get("model") or state.get("args")
@@ -278,13 +289,14 @@ def _names_of_settings() -> set[str]:
         MoETransformerFlags,
     )
 
-    return {one.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
-            for one in dataclasses.fields(kind)}
+    return {entry.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
+            for entry in dataclasses.fields(kind)}
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """`ValueError` for `moe_...` settings that neither we nor the checkpoint know, which fairseq
-    <= 0.12.3 takes and does nothing with.
+    """Raise `ValueError` for `moe_...` settings that neither we nor the checkpoint know.
+
+    fairseq <= 0.12.3 accepts them without any effect.
     """
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
@@ -292,12 +304,12 @@ def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) ->
         if name.startswith("moe_") and name not in known and not any(
                 name in (vars(group) if isinstance(group, Namespace) else group)
                 for group in groups if isinstance(group, (Namespace, Mapping))):
-            raise ValueError(f"--model-overrides: {short(name)} is no setting: "
+            raise ValueError(f"--model-overrides: {short(name)} is not a setting; "
                              f"{did_you_mean(alike(name, known))}leave it out")
 
 
 def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Also those of a group of settings: {'model': {'moe_dispatch': ...}}."""
+    """Yield all names, including those inside groups: {'model': {'moe_dispatch': ...}}."""
     for name, value in overrides.items():
         yield str(name)
         if isinstance(value, Mapping):
@@ -305,7 +317,10 @@ def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """fairseq <= 0.12.3 overrides what a checkpoint has; those of older releases lack settings."""
+    """Add settings that a checkpoint of an older release lacks.
+
+    fairseq <= 0.12.3 overrides only settings that a checkpoint has.
+    """
     from omegaconf import open_dict
 
     settings = (state.get("cfg") or {}).get("model")
@@ -313,8 +328,8 @@ def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, 
             str(name).startswith("moe_") for name in settings):
         return
     for name in sorted((overrides.keys() & _names_of_settings()) - set(settings)):
-        logger.info("%s has no setting %s, which is of a newer release: it is %s by "
-                    "--model-overrides", path, name, overrides[name])
+        logger.info("%s lacks the setting %s of a newer release; --model-overrides sets it to %s",
+                    path, name, overrides[name])
         with open_dict(settings):
             settings[name] = overrides[name]
 
@@ -322,4 +337,4 @@ def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, 
 def _value(settings: Any, name: str) -> Any:
     if isinstance(settings, Mapping):
         return settings.get(name)
-    return getattr(settings, name, None)  # a namespace of fairseq's, of any release
+    return getattr(settings, name, None)  # a fairseq namespace from any release

@@ -1,8 +1,10 @@
-"""`fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` by one process or by several, which
-share out the batches and the experts; flags of the `moe` branch's `eval_lm`.
+"""Run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or several processes.
 
-fairseq <= 0.12.3 gives each process every N-th batch. It joins only what `fairseq-validate` finds,
-fails there where a process has no batch, and starts one process for generation.
+Several processes divide the batches and the experts among them. The module also adds the flags of
+the `moe` branch's `eval_lm`.
+
+fairseq <= 0.12.3 assigns every N-th batch to each process, but combines results only in
+`fairseq-validate`, which fails if a process has no batch. For generation it starts one process.
 """
 
 from __future__ import annotations
@@ -36,41 +38,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Command:
-    """`main` of a command, run as one part of an `Evaluation`; can be pickled."""
+    """The `main` function of a command, run as one process of an `Evaluation`. Can be pickled."""
 
     main: Callable[..., Any]
 
     def __call__(self, cfg: Any, **kwargs: Any) -> Any:
-        """Evaluate; returns what `main` returns."""
+        """Evaluate, and return the result of `main`."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         with evaluating(ranks) as evaluation:
-            found = self.run(cfg, evaluation, kwargs)
+            result = self.run(cfg, evaluation, kwargs)
         if evaluation.rank == 0:
             DropWarning().evaluation(evaluation.drops.take())
-        return found
+        return result
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """`main` with some names of its module replaced."""
+        """Call `main` with some names of its module replaced."""
         with _replaced(self.main.__globals__, **self.names(cfg, evaluation)):
             return self.main(cfg, **kwargs)
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """What stands for names of the module."""
+        """Return the replacements by name."""
         raise NotImplementedError
 
 
 class Validate(_Command):
-    """`main` of `fairseq-validate`."""
+    """The `main` function of `fairseq-validate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Batches that end together; none of them must be there."""
+        """Let all ranks end together, and allow ranks without a batch."""
         checkpoints = self.main.__globals__["checkpoint_utils"]
         load = checkpoints.load_model_ensemble_and_task
 
         def load_model_ensemble_and_task(*args: Any, **kwargs: Any) -> Any:
             models, saved, task = load(*args, **kwargs)
             step = task.valid_step
-            # a rank without a batch: nothing to add to the sums
+            # a rank without a batch adds nothing to the sums
             task.valid_step = lambda sample, *rest: step(sample, *rest) if sample else (0, 0, {})
             return models, saved, task
 
@@ -82,25 +84,25 @@ class Validate(_Command):
 
 
 class EvalLM(_Command):
-    """`main` of `fairseq-eval-lm`, with `--max-valid-steps` and `--stats-path`."""
+    """The `main` function of `fairseq-eval-lm`, with `--max-valid-steps` and `--stats-path`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Scores of all ranks."""
+        """Let all ranks end together, and compute the scores over all ranks."""
         names, counts = self.main.__globals__, [0]
         evaluate, steps = names["eval_lm"], cfg.dataset.max_valid_steps
-        if steps is not None:  # of all ranks: they take turns
+        if steps is not None:  # the limit counts batches of all ranks, which get them in turns
             steps = len(range(evaluation.rank, steps, evaluation.ranks))
 
         def eval_lm(*args: Any, batch_iterator: Iterable[Any], **rest: Any) -> Any:
             names["SequenceScorer"] = _counting(names["SequenceScorer"], counts, rest)
-            found = evaluate(*args, batch_iterator=islice(batch_iterator, steps), **rest)
+            result = evaluate(*args, batch_iterator=islice(batch_iterator, steps), **rest)
             _end(evaluation)
-            return _over_ranks(found, counts[0], evaluation)
+            return _over_ranks(result, counts[0], evaluation)
 
         return {"eval_lm": eval_lm, "SequenceScorer": names["SequenceScorer"]}
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """Results, which are written where `--stats-path` says."""
+        """Evaluate, and write the results to `--stats-path`."""
         began = time.time()
         results = super().run(cfg, evaluation, kwargs)
         if cfg.eval_lm.stats_path and evaluation.rank == 0:
@@ -110,10 +112,11 @@ class EvalLM(_Command):
 
 
 class Generate(_Command):
-    """`main` of `fairseq-generate`."""
+    """The `main` function of `fairseq-generate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Batches that end together, a score of all ranks, a file of results for each."""
+        """Let all ranks end together, with one score over all ranks and one result file per rank.
+        """
         names = self.main.__globals__
         if evaluation.ranks == 1:
             return {}
@@ -129,7 +132,7 @@ class Generate(_Command):
                 scorer.share()
 
         def print_once(text: str, **where: Any) -> None:
-            # every rank prints its hypotheses, and the first the score, which is of all ranks
+            # every rank prints its hypotheses, but only rank 0 prints the score over all ranks
             if evaluation.rank == 0 or not text.startswith("Generate "):
                 print(text, **where)
 
@@ -143,39 +146,40 @@ class Generate(_Command):
 
 
 def re_ranked(path: str, rank: int) -> str:
-    """`generate-test.txt` as the name of that rank's file."""
+    """Insert the rank into a file name: `generate-test.txt` becomes `generate-test-rank-N.txt`."""
     stem, suffix = os.path.splitext(path)
     return f"{stem}-rank-{rank}{suffix}"
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
-    """fairseq's `SequenceScorer`, and the count of words by which `eval_lm` divides.
+    """Return a subclass of fairseq's `SequenceScorer` that counts the words `eval_lm` divides by.
 
     Args:
-        counts: its one entry counts.
-        settings: of `eval_lm`.
+        scorer: the class.
+        counts: a list with one entry, to which the number of words is added.
+        settings: arguments of `eval_lm`.
     """
     words, mark = settings["source_dictionary"], (settings.get("post_process") or "").rstrip()
-    # pieces that another one continues are no words
+    # word pieces that are continued by another piece do not count as words
     pieces = torch.tensor([index for index in range(len(words)) if words[index].endswith(mark)]
                           if mark else [], dtype=torch.int64)
     first = int(bool(settings.get("remove_bos_token")))
 
     class Counting(scorer):  # type: ignore[misc]
         def generate(self, models: Any, sample: Any, **kwargs: Any) -> Any:
-            found = super().generate(models, sample, **kwargs)
-            for best in (hypotheses[0] for hypotheses in found):
+            results = super().generate(models, sample, **kwargs)
+            for best in (hypotheses[0] for hypotheses in results):
                 counts[0] += int(best["positional_scores"][first:].isfinite().sum())
                 counts[0] -= int(torch.isin(best["tokens"][first:].cpu(), pieces).sum())
-            return found
+            return results
 
     return Counting
 
 
 def _over_ranks(found: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
-    """Loss (bits a word) and perplexity of `eval_lm` over the words of all ranks.
+    """Return the loss (bits per word) and perplexity of `eval_lm` over the words of all ranks.
 
-    count: of this rank.
+    count: number of words of this rank.
     """
     if evaluation.ranks == 1:
         return found
@@ -186,7 +190,7 @@ def _over_ranks(found: Mapping[str, Any], count: int, evaluation: Evaluation) ->
 
 
 class _SharedScorer:
-    """A scorer of fairseq; after `share` it knows what those of all ranks were given."""
+    """A fairseq scorer that includes the hypotheses of all ranks after `share` is called."""
 
     def __init__(self, scorer: Any) -> None:
         self._scorer = scorer
@@ -204,7 +208,7 @@ class _SharedScorer:
         return add
 
     def share(self) -> None:
-        """Collective."""
+        """Add the hypotheses of all other ranks to this scorer. Collective."""
         everyone = gather_objects(self._given, "hypotheses to be scored")
         for rank, given in enumerate(everyone):
             for name, args in given if rank != dist.get_rank() else ():
@@ -212,7 +216,8 @@ class _SharedScorer:
 
 
 def _stopwatch() -> Any:
-    """fairseq's `StopwatchMeter`, whose speed is 0 where nothing was measured, not an error."""
+    """Return fairseq's `StopwatchMeter` with a speed of 0, not an error, if nothing was measured.
+    """
     from fairseq.logging.meters import StopwatchMeter
 
     class Stopwatch(StopwatchMeter):  # type: ignore[misc]
@@ -227,7 +232,7 @@ def _stopwatch() -> Any:
     return Stopwatch
 
 
-# by the name of the file that has `main`: a command may run as `__main__`, too
+# the key is the name of the file that defines `main`, because a command may run as `__main__`
 COMMANDS: dict[str, type[_Command]] = {
     "validate": Validate, "eval_lm": EvalLM, "generate": Generate
 }
@@ -235,8 +240,8 @@ COMMANDS: dict[str, type[_Command]] = {
 
 def _command_of(main: Any) -> Any:
     code = getattr(main, "__code__", None)  # `main` may be any callable
-    made = COMMANDS.get(Path(code.co_filename).stem) if code is not None else None
-    return main if made is None or "fairseq_cli" not in code.co_filename else made(main)
+    command = COMMANDS.get(Path(code.co_filename).stem) if code is not None else None
+    return main if command is None or "fairseq_cli" not in code.co_filename else command(main)
 
 
 @contextmanager
@@ -260,7 +265,7 @@ def _end(evaluation: Evaluation) -> None:
 
 
 class _Batches:
-    """A progress bar with something to do after its last batch."""
+    """A progress bar that calls a function after its last batch."""
 
     def __init__(self, bar: Any, at_end: Callable[[], None]) -> None:
         self._bar, self._at_end = bar, at_end
@@ -291,29 +296,32 @@ def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
 
 @patch
 def eval_lm_flags() -> None:
-    """fairseq <= 0.12.3 accepts `--max-valid-steps` in `fairseq-eval-lm` and evaluates everything;
-    the branch's `--stats-path` is unknown to it.
+    """Add `--stats-path` of the branch, which fairseq <= 0.12.3 does not define.
+
+    `--max-valid-steps` exists in fairseq <= 0.12.3, but `fairseq-eval-lm` ignores it; see `EvalLM`.
     """
     from fairseq.dataclass.configs import EvalLMConfig
 
     # fairseq reads typing.Optional, not `| None`
     add_field(EvalLMConfig, "stats_path", Optional[str], None,  # noqa: UP045
-              "write the results to this path with .json at its end (fairseq moe)")
+              "write the results to this path with .json appended (fairseq moe)")
 
 
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """See the module."""
+    """Run evaluation commands as a part of an `Evaluation`, see the module."""
     return original(cfg, _command_of(main), **kwargs)
 
 
 @replaces("options.get_generation_parser")
 def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fairseq-generate` under torchrun, or with `--distributed-world-size N`, starts as the other
-    commands do. With `--distributed-rank` this process computes that part alone, as in fairseq.
+    """Let `fairseq-generate` run with several processes, like the other commands.
+
+    Several processes are started by torchrun or `--distributed-world-size N`. With
+    `--distributed-rank` this process computes only its part, as in fairseq.
     """
-    for name in ("fairseq_cli.generate", "__main__"):  # it is imported after fairseq
+    for name in ("fairseq_cli.generate", "__main__"):  # the command imports fairseq.options earlier
         module = sys.modules.get(name)
         main = module and module.__dict__.get("main")
         if isinstance(_command_of(main), Generate):
@@ -323,7 +331,7 @@ def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: An
 
 @dataclass(frozen=True)
 class _Start:
-    """Stands for `main` where a command line calls it."""
+    """A replacement for `main` that the command line calls."""
 
     module: Any
     main: Callable[..., Any]
@@ -332,7 +340,7 @@ class _Start:
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
         from fairseq.distributed import utils
 
-        self.module.main = self.main  # under its name it pickles for spawned processes
+        self.module.main = self.main  # spawned processes unpickle it by this name
         cfg = convert_namespace_to_omegaconf(args)
         part = any(word.split("=")[0] == "--distributed-rank" for word in sys.argv)
         if part or not (started_by_torchrun() or args.distributed_world_size > 1):

@@ -1,6 +1,8 @@
-"""Command lines: flags that fairseq's commands do not have (for checkpoints, for where experts lie,
-and those of launch scripts of its `moe` branch, so that these run unchanged), and errors of one
-line, once on a node, with what to write instead; those of MoE settings before anything is built.
+"""Command lines of fairseq: additional flags, and short errors.
+
+The additional flags concern checkpoints, the placement of experts, and launch scripts of fairseq's
+`moe` branch, which run unchanged. Errors are one line long, are printed once per node, and name the
+remedy. Errors in MoE settings are reported before anything is built.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
 _USER_DIR, _SECTION = "--user-dir", "fairseq"
-_OURS = "invalid choice: 'moe_"  # how names of our models and criteria begin
-# settings that say where experts lie
+_OURS = "invalid choice: 'moe_"  # begins argparse's error for the names of our models and criteria
+# settings of the placement of experts
 _PATHS = (*(f"experts.{name}" for name in (
     "store", "cache", "cache_policy", "store_path", "store_throttle")), "router.predict")
-# flags of the branch's training scripts that name what fairseq 0.12 does not have
+# flags of the branch's training scripts for features that fairseq 0.12 does not have
 WITHOUT_EFFECT = {
     "--log-nvidia-smi": "accepted; run nvidia-smi next to the training",
-    "--use-stable-embedding": "accepted; embeddings are fairseq's own, without a layer norm",
+    "--use-stable-embedding": "accepted; fairseq's own embeddings without a layer norm are used",
     "--block-wise": "accepted; it is a setting of the branch's 8-bit Adam",
 }
 
 
 class _WithoutEffect(argparse.Action):
-    """A flag that is accepted and says that nothing follows from it."""
+    """An argparse action for a flag without effect, which logs a warning."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any,
                  option_string: str | None = None) -> None:
@@ -44,7 +46,7 @@ class _WithoutEffect(argparse.Action):
 def _for_all(parser: Any) -> None:
     parser.add_argument(
         trust.FLAG, action="store_true",
-        help="load checkpoints that hold other classes than fairseq's, which can run code")
+        help="load checkpoints that contain classes not listed as safe, which can run code")
     for flag, text in WITHOUT_EFFECT.items():
         parser.add_argument(flag, action=_WithoutEffect, nargs=0, default=False, const=True,
                             help=text)
@@ -53,16 +55,16 @@ def _for_all(parser: Any) -> None:
 def _for_training(parser: Any) -> None:
     parser.add_argument(
         "--num-workers-valid", type=int, action=_WithoutEffect,
-        help="accepted; validation data takes --num-workers, as training data")
+        help="accepted; validation data uses --num-workers, like training data")
 
 
 def _for_scores(group: Any) -> None:
     group.add_argument("--is-moe", action="store_true",
-                       help="accepted, not needed: the checkpoint says whether it has experts")
+                       help="accepted but not needed: the checkpoint records if it has experts")
 
 
 def _for_evaluation(parser: Any) -> None:
-    group = parser.add_argument_group("where experts lie")
+    group = parser.add_argument_group("placement of experts")
     for spec in setting_specs():
         if spec.path in _PATHS:
             group.add_argument(spec.flag, dest=spec.dest, default=None,
@@ -70,21 +72,24 @@ def _for_evaluation(parser: Any) -> None:
 
 
 def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
-    """fairseq <= 0.12.3 has no other place for flags of a command than the functions that make its
-    parsers.
+    """Wrap a function that builds a parser, so that it also adds flags.
+
+    fairseq <= 0.12.3 has no other way to add flags to a command.
     """
     def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        add(args[0] if made is None else made)
-        return made
+        parser = original(*args, **kwargs)
+        add(args[0] if parser is None else parser)
+        return parser
 
     return make
 
 
 @patch
 def more_flags() -> None:
-    """See `_adding`. In evaluation fairseq takes a model's settings from the checkpoint; where
-    experts lie is a matter of the machine.
+    """Add flags to fairseq's commands, see `_adding`.
+
+    In evaluation fairseq reads a model's settings from the checkpoint. The placement of experts
+    depends on the machine, so it has flags.
     """
     for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
                       ("get_validation_parser", _for_training),
@@ -96,43 +101,45 @@ def more_flags() -> None:
 
 
 def place_experts(state: dict[str, Any]) -> str | None:
-    """Put this command's flags for experts into the settings of a checkpoint's model; the value of
-    `--moe-experts-on`.
+    """Write this command's placement flags into the settings of a checkpoint's model.
+
+    Returns: the value of `--moe-experts-on`, or None.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _for_evaluation(parser)
     values, _ = parser.parse_known_args(sys.argv[1:])
     flags = {name: value for name, value in vars(values).items() if value is not None}
-    found = (state.get("cfg") or {}).get("model") or state.get("args")
-    if flags and isinstance(found, argparse.Namespace):
-        vars(found).update(flags)
+    settings = (state.get("cfg") or {}).get("model") or state.get("args")
+    if flags and isinstance(settings, argparse.Namespace):
+        vars(settings).update(flags)
     elif flags:
         from omegaconf import open_dict
 
-        with open_dict(found):  # checkpoints of older releases have no such settings
-            found.update(flags)
+        with open_dict(settings):  # checkpoints of older releases lack these settings
+            settings.update(flags)
     return flags.get("moe_experts_on")
 
 
 class CommandParser(Parser):
-    """A parser whose errors name the user dir where it is missing."""
+    """A parser whose errors mention `--user-dir` if it is missing."""
 
     def flags(self) -> set[str]:
-        """Every flag, with those that the user dir would bring."""
+        """Return every flag, including the flags that the user directory would add."""
         return super().flags() | self._brought()
 
     def remedies(self, message: str) -> list[str]:
-        """As `Parser`'s."""
+        """Return the remedies for an error, see `Parser`."""
         brought, known = self._brought(), super().flags()
         if brought and (_OURS in message or any(
                 name in brought or set(alike(name, brought)) & set(alike(name, known | brought))
                 for name in flag_names(self.given) if name not in known)):
-            message = f"{_USER_DIR} moe_plugin is missing, which brings MoE models and their flags"
+            message = (f"{_USER_DIR} moe_plugin is missing, which adds the MoE models and their "
+                       "flags")
             return [*super().remedies(""), message]
         return super().remedies(message)
 
     def _brought(self) -> set[str]:
-        # flags, where the user dir is not given: then all is lost, and imports may take their time
+        # the flags that --user-dir would add; the import is slow, but the command fails anyway
         if _USER_DIR in flag_names(self.given):
             return set()
         from moe_plugin.hosts.fairseq import options
@@ -143,8 +150,10 @@ class CommandParser(Parser):
 
 @patch
 def short_errors() -> None:
-    """fairseq <= 0.12.3 writes 300 lines of usage before the message, on every rank, and names no
-    near flag.
+    """Replace fairseq's parser by one with short errors.
+
+    fairseq <= 0.12.3 prints 300 lines of usage before the message, on every rank, and suggests no
+    similar flag.
     """
     from fairseq import options
 
@@ -153,14 +162,16 @@ def short_errors() -> None:
 
 @replaces("options.get_parser")
 def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fairseq <= 0.12.3 imports the user dir there."""
+    """Report errors of the user directory in one line. fairseq <= 0.12.3 imports it here."""
     with errors_of_use_in_one_line():
         return original(*args, **kwargs)
 
 
 def _in_file(words: list[str]) -> list[str]:
-    """What the file of `--moe-config` on a command line says of fairseq's arguments, as words for
-    its parser: the width of layers by `model_dim`, and the section `fairseq`, from names to values.
+    """Return fairseq's arguments from the file of `--moe-config`, as words for its parser.
+
+    The arguments are the width of the layers (`model_dim`), and the section `fairseq`, which maps
+    names to values.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG_FLAG.flag)
@@ -172,13 +183,14 @@ def _in_file(words: list[str]) -> list[str]:
     section = values.get(_SECTION) or {}
     if not isinstance(section, Mapping):
         raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}={short(section)} must "
-                         "be a mapping of fairseq's arguments to values; write one below the other")
+                         "be a mapping of fairseq's arguments to values. Write one argument per "
+                         "line")
     section = {str(name).replace("_", "-"): value for name, value in section.items()}
     ours = {spec.flag.removeprefix("--"): spec.path for spec in flag_specs()}
     for name in ours.keys() & section.keys():
         raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}.{name} is a setting "
-                         f"of moe-plugin: write it as {ours[name] or 'a flag'} beside the section "
-                         f"{_SECTION}")
+                         f"of moe-plugin. Outside of the section {_SECTION}, write it as "
+                         f"{ours[name] or 'a flag'}")
     arch = found.arch or section.get("arch")
     if isinstance(width := values.get("model_dim"), int) and width:
         section = {**({"encoder-embed-dim": width} if _translates(arch) else {}),
@@ -188,7 +200,7 @@ def _in_file(words: list[str]) -> list[str]:
 
 
 def _translates(arch: str | None) -> bool:
-    """Whether an architecture has an encoder."""
+    """Return whether an architecture has an encoder."""
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.models.transformer import TransformerModel
 
@@ -198,8 +210,10 @@ def _translates(arch: str | None) -> bool:
 @replaces("options.parse_args_and_arch")
 def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *args: Any,
                                  **kwargs: Any) -> Any:
-    """fairseq <= 0.12.3 parses MoE settings as texts: whether they fit is said before its log
-    begins. The file of `--moe-config` may hold fairseq's arguments, too (`_in_file`).
+    """Check MoE settings when the command line is parsed, before fairseq's log begins.
+
+    fairseq <= 0.12.3 parses MoE settings as text without checking them. The file of `--moe-config`
+    may also contain fairseq's arguments (`_in_file`).
     """
     given = args[0] if args else kwargs.get("input_args")
     given = list(sys.argv[1:] if given is None else given)
@@ -209,7 +223,7 @@ def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *arg
         args, kwargs["input_args"] = args[1:], [*words, *given]
     parsed = original(parser, *args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
-    if "moe_plugin.hosts.fairseq.registered" in sys.modules:  # the user dir is there
+    if "moe_plugin.hosts.fairseq.registered" in sys.modules:  # the user directory is loaded
         from moe_plugin.checkpoint.formats.fairseq.translate import check_flags
 
         try:

@@ -1,5 +1,4 @@
-"""`fairseq-hydra-train`: example settings from any folder, and errors as the other commands have
-them.
+"""`fairseq-hydra-train`: find the bundled settings from any folder, and report errors in one line.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ _FULL = "HYDRA_FULL_ERROR"
 
 @patch
 def hydra_sees_fields() -> None:
-    """fairseq registers its dataclasses with Hydra when it is imported: again, with new fields."""
+    """Register fairseq's dataclasses with Hydra again, because they now have additional fields.
+
+    fairseq registers them when it is imported.
+    """
     from fairseq.dataclass.initialize import hydra_init
 
     hydra_init()
@@ -32,8 +34,10 @@ def hydra_sees_fields() -> None:
 
 @patch
 def settings_by_hydra() -> None:
-    """fairseq <= 0.12.3 ends with status 1 and hydra's lines or a traceback where settings do not
-    fit; `--config-dir configs/fairseq` is in the current folder alone.
+    """Report unfit settings in one line, and let `--config-dir configs/fairseq` work anywhere.
+
+    fairseq <= 0.12.3 ends with status 1 and hydra's own lines or a traceback if settings do not
+    fit, and looks for `configs/fairseq` only in the current folder.
     """
     from fairseq.dataclass import initialize
 
@@ -42,7 +46,7 @@ def settings_by_hydra() -> None:
     def hydra_init(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         caller = sys._getframe(1).f_globals
-        if "hydra_main" in caller:  # the command, which calls that next
+        if "hydra_main" in caller:  # the caller is the command, which calls hydra_main next
             sys.argv[1:] = _with_bundled(sys.argv[1:])
             name = str(args[0] if args else "config")
             caller["hydra_main"] = _short(caller["hydra_main"], name)
@@ -51,19 +55,20 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """A command line whose folder of settings is the installed one, where it is not here."""
-    found = list(words)
+    """Replace a settings folder that does not exist here by the installed folder."""
+    replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")
         if flag in _FOLDER and value:
-            found[i] = f"{flag}={bundled(value)}"
+            replaced[i] = f"{flag}={bundled(value)}"
         elif flag in _FOLDER and i + 1 < len(words):
-            found[i + 1] = str(bundled(words[i + 1]))
-    return found
+            replaced[i + 1] = str(bundled(words[i + 1]))
+    return replaced
 
 
 def _check_name(name: str) -> None:
-    """`ValueError` where no file has these settings: fairseq would train with its defaults."""
+    """Raise `ValueError` if no file has this name. fairseq would silently train with its defaults.
+    """
     import fairseq
     from hydra._internal.utils import get_args
 
@@ -74,7 +79,7 @@ def _check_name(name: str) -> None:
                for folder in here if folder):
         known = [file for _, file in files]
         raise ValueError(f"--config-name {short(name)} is not in {', '.join(filter(None, here))}; "
-                         f"{did_you_mean(alike(name, known))}give the name of a file there")
+                         f"{did_you_mean(alike(name, known))}use the name of a file there")
 
 
 def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -97,7 +102,7 @@ def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {_text(caught)}\n")
             raise SystemExit(STATUS_OF_USE) from None
-        # as without us: hydra leaves out its own frames, which it looks for among the first ones
+        # hydra hides its own frames, which it finds only at the beginning of the traceback
         return run_and_report(functools.partial(_raise, caught.with_traceback(_of_job(caught))))
 
     return hydra_main
@@ -105,7 +110,7 @@ def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @contextmanager
 def _raised() -> Iterator[None]:
-    """hydra raises errors instead of writing them."""
+    """Make hydra raise errors instead of printing them."""
     before = os.environ.get(_FULL)
     os.environ[_FULL] = "1"
     try:
@@ -135,12 +140,12 @@ def _text(error: BaseException) -> str:
 
 
 def _near(text: str) -> str:
-    """What the tree of MoE settings says of a key that hydra does not find."""
+    """Return our message about a key that hydra does not find in the tree of MoE settings."""
     from moe_plugin.config.tree import unread
 
-    found = re.search(r"full_key: moe\.([\w.]+)", text)
+    match = re.search(r"full_key: moe\.([\w.]+)", text)
     nested: Any = None
-    for name in reversed(found[1].split(".") if found else []):
+    for name in reversed(match[1].split(".") if match else []):
         nested = {name: nested}
     try:
         unread(nested or {})

@@ -1,5 +1,6 @@
-"""Starting several processes without CUDA: joins torchrun, or spawns. How long they wait for each
-other, and how they end.
+"""Start several fairseq processes without CUDA, by joining torchrun or by spawning.
+
+The module also sets how long processes wait for each other, and how they end.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _has_rank() -> bool:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of several that torchrun started."""
+    """Return whether torchrun started this process as one of several."""
     return _has_rank() and int(os.environ["WORLD_SIZE"]) > 1
 
 
@@ -45,8 +46,8 @@ def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callabl
                            **kwargs: Any) -> Any:
     """Start the configured number of processes without CUDA.
 
-    fairseq <= 0.12.3 counts processes by CUDA devices and uses NCCL; on CPU it asserts, or spawns
-    nothing and trains nothing.
+    fairseq <= 0.12.3 counts processes by CUDA devices and uses NCCL. On CPU it fails with an
+    assertion, or spawns nothing and trains nothing.
     """
     settings = cfg.distributed_training
     if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
@@ -62,10 +63,10 @@ def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callabl
 @replaces("distributed.utils.distributed_main")
 def close_groups_at_the_end(original: Callable[..., None], index: int, main: Callable[..., Any],
                             cfg: Any, kwargs: dict[str, Any]) -> None:
-    """Destroy process groups at the end of `main`.
+    """Destroy the process groups at the end of `main`.
 
-    fairseq <= 0.12.3 never does; their threads abort a process that ends before them (seen: gloo,
-    torch 2.13).
+    fairseq <= 0.12.3 never destroys the groups. The threads of the groups then abort a process that
+    ends before them (observed with gloo, torch 2.13).
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
         original(index, main, cfg, kwargs)
@@ -76,10 +77,11 @@ def close_groups_at_the_end(original: Callable[..., None], index: int, main: Cal
 @replaces("distributed.utils.call_main")
 def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                       **kwargs: Any) -> Any:
-    """End a command whose settings do not fit with our message and status 2, without a traceback.
+    """End a command with our one-line message and status 2 if settings do not fit.
 
-    fairseq <= 0.12.3 lets every error of `main` through. With `LOGLEVEL=DEBUG`, which fairseq
-    reads, the traceback is logged. In spawned processes it is `distributed_main` that ends so.
+    fairseq <= 0.12.3 shows a traceback for every error of `main`. With `LOGLEVEL=DEBUG`, which
+    fairseq reads, the traceback is logged. In spawned processes `distributed_main` ends the same
+    way.
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg):
         _check_common(cfg.common)
@@ -95,33 +97,37 @@ STATUS_OF_USE = 2
 
 
 def _check_common(common: Any) -> None:
-    """Make the folder of `--log-file`, and refuse what only a fairseq with submodules has."""
+    """Create the folder of `--log-file`, and refuse settings that need fairseq's submodules."""
     log_file, size = getattr(common, "log_file", None), getattr(common, "model_parallel_size", 1)
     if log_file is not None:
         try:
             Path(log_file).absolute().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--log-file {short(log_file)}: its folder cannot be made "
-                             f"({error.strerror}); name a file in a folder of yours") from error
+            raise ValueError(f"the folder of --log-file {short(log_file)} cannot be created "
+                             f"({error.strerror}). Use a file in a folder that you can write to"
+                             ) from error
     import fairseq
 
     submodule = Path(fairseq.__file__).parent / "model_parallel" / "megatron" / "mpu"
     if size > 1 and not submodule.is_dir():
         raise ValueError(
             f"--model-parallel-size {size} needs fairseq's submodule megatron, which no package of "
-            "fairseq contains: must be 1; train with Megatron-core and its "
-            f"--tensor-model-parallel-size {size} instead")
+            "fairseq contains. Use --model-parallel-size 1, or train with Megatron-core and "
+            f"--tensor-model-parallel-size {size}")
 
 
 @contextmanager
 def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
-    """See `end_errors_of_use`. cfg: all settings of fairseq; None: not yet known."""
+    """End with a one-line message for errors of this package, see `end_errors_of_use`.
+
+    cfg: all settings of fairseq, or None if they are not known yet.
+    """
     try:
         yield
     except Exception as error:
         if not is_ours(error) and not is_of_another_rank(error):
             raise
-        logger.debug("where it comes from", exc_info=True)
+        logger.debug("origin of the error below", exc_info=True)
         many = dist.is_initialized() and dist.get_world_size() > 1
         where = f"rank {dist.get_rank()}: " if many and is_ours(error) else ""
         if dist.is_initialized():
@@ -134,7 +140,7 @@ def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
 
 
 def is_ours(error: BaseException | None) -> bool:
-    """Whether it is a `ValueError` that this package raised."""
+    """Return whether an error is a `ValueError` raised by this package."""
     if not isinstance(error, ValueError):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -144,12 +150,12 @@ def is_ours(error: BaseException | None) -> bool:
 def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     settings = cfg.distributed_training
     processes = settings.distributed_num_procs or 1
-    if settings.distributed_init_method is None:  # this machine alone
+    if settings.distributed_init_method is None:  # all processes run on this machine
         settings.distributed_init_method = f"tcp://127.0.0.1:{_free_port()}"
         processes = settings.distributed_num_procs = settings.distributed_world_size
     kwargs["start_rank"] = settings.distributed_rank
-    settings.distributed_rank = None  # each process takes start_rank + its index
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # the processes get it, too, and end
+    settings.distributed_rank = None  # each process computes start_rank + its index
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # the child processes end by themselves
     try:
         torch.multiprocessing.spawn(spawned, args=(main, cfg, kwargs), nprocs=processes, join=True)
     finally:
@@ -157,7 +163,7 @@ def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
 
 
 def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
-    """Entry of a spawned process (importable by name, so that it pickles)."""
+    """Run `main` in a spawned process. A module-level function, so that it can be pickled."""
     from fairseq import utils
     from fairseq.distributed import utils as distributed
 
@@ -172,13 +178,14 @@ def _free_port() -> int:
 
 
 def shorten_timeouts(timeout_s: float) -> None:
-    """Let no group that fairseq uses wait longer than this.
+    """Limit the timeouts of all groups that fairseq uses.
 
-    All ranks call it, after the world is initialized.
+    All ranks must call this after the world is initialized.
 
-    fairseq <= 0.12.3 passes a time-out neither to `init_process_group` nor to the `new_group` in
-    which it reduces gradients, and has no setting for it: torch's 30 minutes apply (10 under NCCL).
-    torch 2.6 to 2.13 change the time-out of a group that exists by `_set_pg_timeout` alone.
+    fairseq <= 0.12.3 has no setting for the timeout. It passes no timeout to `init_process_group`
+    or to the `new_group` in which it reduces gradients, so that torch's default of 30 minutes
+    applies (10 minutes with NCCL). In torch 2.6 to 2.13, `_set_pg_timeout` is the only way to
+    change the timeout of an existing group.
     """
     from fairseq.distributed import utils
 

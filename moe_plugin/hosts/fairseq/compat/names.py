@@ -1,8 +1,8 @@
-"""Names of fairseq that are not stable, imported when they are asked for: one that moves is one
-line here. fairseq 0.12.2 has them in these places.
+"""Unstable names of fairseq, imported on first use.
 
-Others import what registers models and criteria, `fairseq.dataclass` and `fairseq.metrics` from
-fairseq themselves, and nothing else (`tests/packaging/test_host_names.py`).
+The table lists the modules in which fairseq 0.12.2 defines these names. If a name moves, only this
+table needs a change. Other modules may import only the functions that register models and criteria,
+`fairseq.dataclass` and `fairseq.metrics` directly (`tests/packaging/test_host_names.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# module below fairseq -> names in it
+# module below fairseq -> names defined in it
 _PLACES = {
     "criterions.cross_entropy": ("CrossEntropyCriterion", "CrossEntropyCriterionConfig"),
     "criterions.label_smoothed_cross_entropy": ("LabelSmoothedCrossEntropyCriterion",
@@ -43,5 +43,6 @@ def __getattr__(name: str) -> Any:
     if name in MODULES:
         return importlib.import_module(f"fairseq.{MODULES[name]}")
     if name not in PLACE_OF:
-        raise AttributeError(f"{__name__} has no {name!r}; add it to its table")
+        raise AttributeError(f"{__name__} has no name {name!r}. Add the name to the table in this "
+                             "module")
     return vars(importlib.import_module(f"fairseq.{PLACE_OF[name]}"))[name]

@@ -1,12 +1,14 @@
-"""Inside fairseq's own `moe` branch: its `MOELayer` is swapped for ours, everything else of the
-branch stays.
+"""Replace the `MOELayer` of fairseq's own `moe` branch. The rest of the branch stays unchanged.
 
-Interface assumed of the branch (fairseq `moe`, from December 2021 on):
-`fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`; `gate.wg` is
-the linear map to experts; `experts` are this rank's modules, [rows, D] to [rows, D];
-`forward(x, input_padding_mask=None)` returns `(output, l_aux)`, where there is a `CMRLayer`, too,
-`(output, {"moe_gate_loss": l_aux})`; its criterion reads the dict `metadata` of every `MOELayer`.
-Such a branch imports the package of a user dir and nothing else (`moe_plugin.__init__`).
+Assumed interface of the branch (fairseq `moe`, since December 2021):
+`fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`. `gate.wg` is
+the linear map to experts. `experts` are this rank's modules, which map [rows, D] to [rows, D].
+`forward(x, input_padding_mask=None)` returns `(output, l_aux)`, or, in versions that also have a
+`CMRLayer`, `(output, {"moe_gate_loss": l_aux})`. The criterion reads the dict `metadata` of every
+`MOELayer`. This version of fairseq only imports the package of a user directory
+(`moe_plugin.__init__`).
+
+The module also adds fused Adam and multi-tensor gradient functions to fairseq's optimizers.
 """
 
 from __future__ import annotations
@@ -41,35 +43,34 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
 from moe_plugin.training.gradients import fused, multi_tensor
 
-# Fused Adam and multi-tensor gradient functions inside fairseq's optimizers.
 logger = logging.getLogger(__name__)
 
 
 @patch
 def fused_adam_flag() -> None:
-    """`--moe-fused-adam`: fairseq's Adam by torch's fused kernels, on CPU and GPU.
+    """Add `--moe-fused-adam`, which runs fairseq's Adam with torch's fused kernels on CPU and GPU.
 
-    fairseq <= 0.12.3 has a fused Adam on a CUDA device with apex only.
+    fairseq <= 0.12.3 has a fused Adam only for CUDA devices with apex.
     """
     from fairseq.optim.adam import FairseqAdamConfig
 
     add_field(FairseqAdamConfig, "moe_fused_adam", bool, False,
-              "Adam by torch's fused kernels, on CPU and GPU, without apex; equal up to rounding")
+              "Adam with torch's fused kernels, on CPU and GPU, without apex; equal up to rounding")
     store_in_hydra("optimizer", "adam", FairseqAdamConfig)
 
 
 @replaces("optim.adam.FairseqAdam.__init__")
 def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) -> None:
-    """See `fused_adam_flag`."""
+    """Choose fairseq's Adam or the fused one, see `fused_adam_flag`."""
     from fairseq.optim import FairseqOptimizer
 
     params = list(params)
-    # the settings of other projects' tests and of old checkpoints lack fields
+    # old checkpoints, and settings made by other code, may lack these fields
     half = getattr(cfg, "fp16_adam_stats", False)
     choice = fused.fairseq_adam(
         _dtypes(params), torch_fused=getattr(cfg, "moe_fused_adam", False),
         old=getattr(cfg, "use_old_adam", False), fp16_stats=half)
-    logger.info("Adam of %s: %s", choice.active, choice.reason)
+    logger.info("using the Adam of %s: %s", choice.active, choice.reason)
     if choice.active != "torch":
         original(self, cfg, params)
         return
@@ -80,7 +81,7 @@ def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) 
 
 
 def _dtypes(params: list[Any]) -> set[torch.dtype]:
-    """Of parameters or of groups of them."""
+    """Return the dtypes of parameters or of parameter groups."""
     groups = [p["params"] if isinstance(p, dict) else [p] for p in params]
     return {parameter.dtype for group in groups for parameter in group}
 
@@ -88,14 +89,15 @@ def _dtypes(params: list[Any]) -> set[torch.dtype]:
 @replaces("utils.clip_grad_norm_")
 def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: float,
                      aggregate_norm_fn: Any = None) -> Tensor:
-    """Clip all gradients at once, and leave them alone where nothing has to be clipped.
+    """Clip all gradients at once, and do not touch them if no clipping is needed.
 
-    fairseq <= 0.12.3 launches one kernel per parameter, for a factor of 1, too.
+    fairseq <= 0.12.3 launches one kernel per parameter, even for a factor of 1.
     """
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = original(params, 0, aggregate_norm_fn)
     if max_norm > 0:
-        # fairseq's trainer waits for the norm in any case; not (>= 1): NaN reaches all
+        # reading the value costs no extra wait, because fairseq's trainer reads the norm anyway;
+        # `not factor >= 1` is also true for NaN, so NaN reaches all gradients
         factor = float((float(max_norm) / (norm + 1e-6)).clamp(max=1))
         if not factor >= 1:
             multi_tensor.scale_([p.grad for p in params if p.grad is not None], factor)
@@ -104,16 +106,16 @@ def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: flo
 
 @replaces("optim.FairseqOptimizer.multiply_grads")
 def scale_all_at_once(_: Any, self: Any, c: float | Tensor) -> None:
-    """fairseq <= 0.12.3 launches one kernel per parameter."""
+    """Scale all gradients at once. fairseq <= 0.12.3 launches one kernel per parameter."""
     multi_tensor.scale_([p.grad for p in self.params if p.grad is not None], c)
 
 
-# arguments of later versions of the branch's layer that change what it computes: off here
+# arguments of later versions of the branch's layer that would change the result; must be 0 here
 _DROPS = {"tok_dropout": "--moe-eom", "moe_local_drop": "--moe-local-drop"}
 
 
 def native_module() -> ModuleType | None:
-    """The branch's `fairseq.modules.moe`; None in a fairseq without it."""
+    """Return the branch's module `fairseq.modules.moe`, or None in fairseq without this branch."""
     if "fairseq.modules.moe" in sys.modules:
         return sys.modules["fairseq.modules.moe"]
     if importlib.util.find_spec("fairseq.modules.moe") is None:
@@ -124,32 +126,32 @@ def native_module() -> ModuleType | None:
 def swap_native(module: ModuleType) -> type:
     """Replace `MOELayer` in the branch's module and wherever fairseq imported it by name.
 
-    Returns the replacement.
+    Only for fairseq's `moe` branch, which has no registry for layers. The replacement is a
+    subclass, so that `isinstance` checks still succeed. A log line reports the replacement.
 
-    fairseq `moe` branch only: it has no registry for layers. The replacement is a subclass, so
-    `isinstance` still holds. The log says that it happened.
+    Returns: the new class.
     """
     native = module.MOELayer
     if getattr(native, "_moe_plugin", False):
         return native
     ours = type("MOELayer", (_SwappedLayer, native),
                 {"_moe_plugin": True, "__module__": native.__module__,
-                 # the branch's module tells its versions apart by this name alone
+                 # only the presence of CMRLayer shows which version of the branch this is
                  "_loss_by_name": hasattr(module, "CMRLayer")})
     for name, loaded in list(sys.modules.items()):
         if name.split(".")[0] in ("fairseq", "fairseq_cli") and getattr(loaded, "MOELayer",
                                                                         None) is native:
             loaded.MOELayer = ours
     module.MOELayer = ours
-    logger.info("moe-plugin's layer takes the place of %s.MOELayer; its settings are the --moe-... "
-                "flags of docs/config.md", module.__name__)
+    logger.info("moe-plugin's layer replaces %s.MOELayer; its settings are the --moe-... flags of "
+                "docs/config.md", module.__name__)
     return ours
 
 
 def add_flags() -> None:
-    """Give the branch's models with experts a flag for each of our settings.
+    """Add a flag for each of our settings to the branch's models with experts.
 
-    A flag that the branch has keeps its meaning there.
+    Flags that the branch defines itself keep their meaning.
     """
     from fairseq import models
 
@@ -169,15 +171,16 @@ def _add_to_parser(model: Any) -> None:
 
     def add_args(parser: argparse.ArgumentParser) -> None:
         original(parser)
-        taken = {action.dest for action in parser._actions}
-        add_arguments(parser, {spec.path for spec in flag_specs() if spec.dest in taken})
+        existing = {action.dest for action in parser._actions}
+        add_arguments(parser, {spec.path for spec in flag_specs() if spec.dest in existing})
 
     model.add_args = staticmethod(add_args)
 
 
 class _SwappedLayer(nn.Module):
-    """The branch's layer as seen from outside: same arguments, same parameters under the same
-    names, our path inside.
+    """A replacement for the branch's layer with our computation inside.
+
+    The class has the same arguments as the branch's layer, and its parameters have the same names.
     """
 
     _loss_by_name = False
@@ -188,15 +191,15 @@ class _SwappedLayer(nn.Module):
         nn.Module.__init__(self)
         for name, share in drops.items():
             if share:
-                raise ValueError(f"{name}={share} is not computed by moe-plugin's layer: must be "
-                                 f"0; leave {_DROPS.get(name, name)} out")
+                raise ValueError(f"moe-plugin's layer does not support {name}={share}. Leave "
+                                 f"{_DROPS.get(name, name)} out")
         self.gate, self.args = gate, args
         self.experts = experts if isinstance(experts, nn.ModuleList) else nn.ModuleList([experts])
         self.expert_group, self.all2all_group = group, all2all_group
         self.metadata: dict[str, Any] = {}
         comm = _comm(all2all_group, args)
         weight_ED = gate.wg.weight
-        # the branch's experts drop out by themselves
+        # the branch's expert modules contain their own dropout
         config = with_overrides(
             layer_config(args, model_dim=weight_ED.shape[1], ffn_dim=4 * weight_ED.shape[1],
                          activation="gelu"), {"experts.dropout": 0.0})
@@ -204,12 +207,13 @@ class _SwappedLayer(nn.Module):
         layer = MoELayer(config, comm, experts=lambda index: self.experts[index - first])
         _check_router(layer)
         layer.router.weight_ED = weight_ED
-        # not a sub-module: the branch's checkpoint code knows the parameters by their native names
+        # stored outside of the submodules, so that checkpoints contain only the branch's names
         self.__dict__["layer"] = layer
 
     def forward(self, *inputs: Tensor, input_padding_mask: Tensor | None = None,
                 **_: Any) -> tuple[Tensor, Any]:
-        """[B, T, D] to ([B, T, D], gate loss). input_padding_mask: [B, T], True = padding."""
+        """Map [B, T, D] to ([B, T, D], gate loss). input_padding_mask: [B, T], True for padding.
+        """
         layer: MoELayer = self.layer
         layer.train(self.training)
         mask_BT = None if input_padding_mask is None else ~input_padding_mask.bool()
@@ -226,11 +230,11 @@ def _check_router(layer: MoELayer) -> None:
     router, names = layer.config.router, [name for name, _ in layer.router.named_parameters()]
     if names != ["weight_ED"]:
         raise ValueError(f"router.name={router.name!r} does not fit fairseq's moe branch, whose "
-                         "gate is one linear map from tokens to experts: must be a router with "
-                         "this map alone; use topk, switch or gshard")
+                         "gate is a single linear map from tokens to experts. Use topk, switch or "
+                         "gshard")
     if router.fp32:
-        raise ValueError("router.fp32=True does not fit fairseq's moe branch, which lowers its "
-                         "gate with the model: must be False; leave --moe-router-fp32 out")
+        raise ValueError("router.fp32=True does not fit fairseq's moe branch, which converts its "
+                         "gate to the model's precision. Leave --moe-router-fp32 out")
 
 
 def _comm(group: Any, args: Any) -> Comm:

@@ -1,6 +1,4 @@
-"""The ways in which this host changes fairseq: functions that replace others, functions that run
-once, new fields of settings, and modules seen through another one.
-"""
+"""Helpers to patch fairseq: replace functions, run patches once, add settings, overlay modules."""
 
 from __future__ import annotations
 
@@ -18,20 +16,22 @@ from typing import Any, TypeVar
 from moe_plugin.config.flags import FlagSpec
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_PATCHES: dict[str, list[Callable[[], None]]] = defaultdict(list)  # by module of `compat`
+_PATCHES: dict[str, list[Callable[[], None]]] = defaultdict(list)  # by name of the compat module
 
 
 def patch(function: _Function) -> _Function:
-    """Run a function once when its module's patches are applied."""
+    """Register a function that runs once when its module's patches are applied."""
     _PATCHES[function.__module__].append(function)
     return function
 
 
 def replaces(*places: str) -> Callable[[_Function], _Function]:
-    """Put a function in the place of others, each of which it gets as its first argument.
+    """Register a function as the replacement of fairseq functions.
+
+    The replacement receives the original function as its first argument.
 
     Args:
-        places: paths below fairseq, `checkpoint_utils.load_checkpoint`.
+        places: paths below fairseq, such as `checkpoint_utils.load_checkpoint`.
     """
     def register(function: _Function) -> _Function:
         for place in places:
@@ -43,15 +43,18 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 
 
 def replace(place: str, function: Callable[..., Any]) -> None:
-    """See `replaces`. `fairseq_cli.train` may have imported a function by its name."""
+    """Replace one function of fairseq, see `replaces`.
+
+    `fairseq_cli.train` may have imported the function by name, so that name is replaced too.
+    """
     path, _, name = place.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
     original = getattr(owner, name)
     of_class = inspect.ismethod(original)
-    if of_class:  # `function` gets the class next, which may be one derived from the owner
+    if of_class:  # `function` receives the class next, which may be a subclass of the owner
         original = original.__func__
 
-    @functools.wraps(original, updated=())  # under its name it pickles for spawned processes
+    @functools.wraps(original, updated=())  # the original name lets spawned processes unpickle it
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
@@ -59,7 +62,7 @@ def replace(place: str, function: Callable[..., Any]) -> None:
 
 
 def set_name(owner: Any, name: str, value: Any) -> None:
-    """Set a name of fairseq's, and what `fairseq_cli.train` has imported by it."""
+    """Set a name in fairseq, and also in `fairseq_cli.train` if the name was imported there."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     train = sys.modules.get("fairseq_cli.train")
@@ -68,15 +71,15 @@ def set_name(owner: Any, name: str, value: Any) -> None:
 
 
 def apply(module: ModuleType) -> None:
-    """Apply the patches of a module of `compat`, in their order."""
-    for one in _PATCHES[module.__name__]:
-        one()
+    """Apply all patches of a module of `compat` in the order of their registration."""
+    for apply_patch in _PATCHES[module.__name__]:
+        apply_patch()
 
 
 class Overlay(ModuleType):
-    """Stands for `module` inside one other module's namespace.
+    """A copy of a module or object in which some names are replaced.
 
-    A name replaced in it is replaced there alone.
+    Code that uses the overlay sees the replaced names. The original does not change.
     """
 
     def __init__(self, module: Any, **names: Any) -> None:
@@ -89,22 +92,24 @@ class Overlay(ModuleType):
 
 
 def flag_metadata(spec: FlagSpec) -> dict[str, str]:
-    """What fairseq reads of a field to make the flag of `spec`."""
+    """Return the field metadata from which fairseq builds the flag of `spec`."""
     const = {"argparse_const": "true"} if spec.kind is bool else {}
     return {"help": spec.help.replace("%", "%%"), **const}
 
 
 def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
               **metadata: Any) -> None:
-    """Give a dataclass of fairseq's, which has fields and a flag for each, one more.
+    """Add a field, and thereby a flag, to one of fairseq's dataclasses.
 
-    Instances that exist read the default. Nothing happens where fairseq has the field.
+    Existing instances read the default value. If fairseq already has the field, nothing happens.
 
     Args:
         settings: the dataclass.
+        name: name of the field.
         kind: type of the field.
-        help: text.
-        metadata: what else fairseq reads there, e.g. `argparse_const`.
+        default: default value.
+        help: help text of the flag.
+        metadata: further metadata that fairseq reads, e.g. `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]
         return
@@ -117,7 +122,7 @@ def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
 
 
 def store_in_hydra(group: str, name: str, settings: type) -> None:
-    """Let Hydra know a dataclass of fairseq's, with the fields that it has now, by this name."""
+    """Register a fairseq dataclass with its current fields in Hydra."""
     from hydra.core.config_store import ConfigStore
 
     node: Any = settings()
@@ -125,20 +130,20 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
     ConfigStore.instance().store(name=name, group=group, node=node, provider="moe_plugin")
 
 
-# Putting our models and trainer where fairseq looks for its own, once the user dir is loaded.
+# Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Let a stock model name and its architectures build `model`, a subclass of that model.
+    """Build `model` for a stock model name and its architectures. `model` must be a subclass.
 
-    fairseq 0.12.2 has no way to add flags to a model that is registered. Launch scripts of its
-    `moe` branch say `--arch transformer_lm_gpt --moe-freq 2`; without MoE flags the subclass builds
-    exactly the stock model.
+    fairseq 0.12.2 cannot add flags to a registered model, but launch scripts of its `moe` branch
+    use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE flags the subclass builds exactly the
+    stock model.
     """
     from fairseq import models
 
     stock = models.MODEL_REGISTRY[name]
     if not issubclass(model, stock):
-        raise ValueError(  # noqa: TRY004  (a wrong argument of ours)
-            f"{model.__name__} cannot stand for {name!r}: it must be a subclass of {stock.__name__}"
+        raise ValueError(  # noqa: TRY004  (an error of our own code, not of a user)
+            f"{model.__name__} cannot replace {name!r}: it must be a subclass of {stock.__name__}"
         )
     for registry in (models.MODEL_REGISTRY, models.ARCH_MODEL_REGISTRY):
         for key, value in list(registry.items()):
@@ -151,16 +156,16 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """fairseq 0.12.2 names its trainer class in `fairseq_cli.train`, without a registry.
-    """
+    """Let fairseq use a trainer class. fairseq 0.12.2 names its trainer in `fairseq_cli.train`."""
     import fairseq.trainer
 
     set_name(fairseq.trainer, "Trainer", trainer)
 
 
 def tell_of_validations() -> None:
-    """fairseq 0.12.2 gives a trainer batches to validate, but not what a validation found: the
-    trainer of `use_trainer` gets it, once for each.
+    """Call the trainer's `validated` with the results of each validation.
+
+    fairseq 0.12.2 passes a trainer the batches of a validation, but not the results.
     """
     train = sys.modules.get("fairseq_cli.train")
     stats_of = getattr(train, "get_valid_stats", None)
@@ -168,7 +173,7 @@ def tell_of_validations() -> None:
         return
 
     def get_valid_stats(cfg: Any, trainer: Any, stats: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(trainer, "validated"):  # --model-parallel-size > 1 takes another one
+        if hasattr(trainer, "validated"):  # --model-parallel-size > 1 uses another trainer
             trainer.validated(stats)
         return stats_of(cfg, trainer, stats, *args, **kwargs)
 
@@ -176,9 +181,10 @@ def tell_of_validations() -> None:
 
 
 def sharding_without_fairscale() -> None:
-    """fairseq 0.12.2 asks for fairscale before it builds a model under `--ddp-backend
-    fully_sharded`, and when it builds an optimizer under `--zero-sharding os`. The trainer of
-    `use_trainer` does both without it.
+    """Remove fairseq's requirement of fairscale for sharding, which `MoETrainer` does not need.
+
+    fairseq 0.12.2 imports fairscale before it builds a model with `--ddp-backend fully_sharded`,
+    and when it builds an optimizer with `--zero-sharding os`.
     """
     import fairseq.distributed
     import fairseq.trainer

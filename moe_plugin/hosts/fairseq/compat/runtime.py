@@ -1,4 +1,4 @@
-"""Patches for numpy, torch, hydra and devices."""
+"""Patches of fairseq for current versions of numpy, torch and hydra, and for CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replaces
 
 logger = logging.getLogger(__name__)
-# parameters of fairseq's encoder layers that only torch's fused inference path reads
+# parameters of fairseq's encoder layers that are read only by torch's fused inference path
 FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",
                      "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
@@ -28,8 +28,8 @@ FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_p
 def numpy_names() -> None:
     """Restore the numpy names that fairseq's modules use.
 
-    numpy >= 1.24 has no `np.int`/`np.float`, numpy >= 2 no `np.compat`; fairseq <= 0.12.3 uses all
-    three.
+    fairseq <= 0.12.3 uses `np.int` and `np.float`, which numpy >= 1.24 lacks, and `np.compat`,
+    which numpy >= 2 lacks.
     """
     import numpy
     from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
@@ -45,7 +45,7 @@ def numpy_names() -> None:
 def full_checkpoints() -> None:
     """Load fairseq's checkpoints and broadcasts with their config objects.
 
-    torch >= 2.6 loads weights only by default. Checkpoints have fairseq's settings, and so do its
+    torch >= 2.6 loads only weights by default. Checkpoints contain fairseq's settings. So do its
     broadcasts, which come from ranks of the same run.
     """
     from fairseq import checkpoint_utils
@@ -60,7 +60,7 @@ def full_checkpoints() -> None:
     def load_checkpoint(file: Any, **options: Any) -> Any:
         if current_evaluation() is None or not isinstance(file, io.BufferedReader):
             return files.load(file, **options)
-        return files.load(file.name, mmap=True, **options)  # the optimizer's state stays on disk
+        return files.load(file.name, mmap=True, **options)  # leaves the optimizer state on disk
 
     utils.torch = Overlay(torch, load=load)
     checkpoint_utils.torch = Overlay(torch, load=load_checkpoint)
@@ -68,10 +68,10 @@ def full_checkpoints() -> None:
 
 @patch
 def hydra_of_its_time() -> None:
-    """Give fairseq hydra's base version 1.1 while it composes its settings.
+    """Set hydra's base version to 1.1 while fairseq composes its settings.
 
-    fairseq <= 0.12.3 uses `hydra.experimental`, which hydra >= 1.2 refuses once anything in the
-    process has started hydra with a `version_base` of 1.2 or more. What was set before returns
+    fairseq <= 0.12.3 uses `hydra.experimental`. hydra >= 1.2 refuses it if any code in the process
+    has started hydra with a `version_base` of 1.2 or more. The previous version is restored
     afterwards.
     """
     from fairseq.dataclass import utils
@@ -98,7 +98,7 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
                               max_size: int = 16384) -> list[Any]:
     """Gather Python objects without CUDA.
 
-    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for it.
+    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for this.
     """
     from fairseq.distributed import utils
 
@@ -111,15 +111,15 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
 @replaces("models.distributed_fairseq_model.DistributedDataParallel")
 def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
                  output_device: Any = None, **options: Any) -> Any:
-    """Wrap models in torch's DDP without device ids on CPU and without unused weight copies.
+    """Wrap models in torch's DDP without device ids on CPU, and without unused weight copies.
 
-    fairseq always passes `device_ids`, which DDP refuses for CPU parameters. And DDP waits for
-    gradients of the copies of its weights that fairseq 0.12.2 - 0.12.3 keeps in each encoder layer
-    for torch's fused inference path, which never get one.
+    fairseq always passes `device_ids`, which DDP refuses for CPU parameters. In each encoder layer,
+    fairseq 0.12.2 - 0.12.3 stores copies of weights for torch's fused inference path. These copies
+    never get a gradient, so DDP would wait for them forever.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
-    module._ddp_params_and_buffers_to_ignore = [  # what torch's DDP reads
+    module._ddp_params_and_buffers_to_ignore = [  # attribute that torch's DDP reads
         *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_encoder_copies(module)]
     return original(module, device_ids=device_ids, output_device=output_device, **options)
 
@@ -128,7 +128,7 @@ def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_i
 def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let `--bf16` run without torch_xla.
 
-    fairseq <= 0.12.3 takes it for a TPU (options.py), which ends in an import error.
+    fairseq <= 0.12.3 treats it as a request for a TPU (options.py) and fails with an import error.
     """
     parsed = original(*args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
@@ -140,35 +140,35 @@ def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @replaces("modules.transformer_layer.TransformerEncoderLayerBase.__init__")
 def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *args: Any,
                                      **kwargs: Any) -> None:
-    """Evaluate encoder layers by fairseq's own code, not by torch's fused operator.
+    """Evaluate encoder layers by fairseq's own code instead of torch's fused operator.
 
-    fairseq 0.12 calls that operator without the type of the mask, which torch >= 1.13 demands
-    wherever a batch has padding. The operator also changes the order of axes for all layers of an
-    encoder together, and layers with experts do not.
+    fairseq 0.12 calls that operator without the type of the mask, which torch >= 1.13 requires
+    for batches with padding. The operator also changes the order of axes for all layers of an
+    encoder together, which layers with experts do not support.
     """
     original(self, *args, **kwargs)
     self.can_use_fastpath = False
 
 
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
-    """Attributes of an encoder layer that copy parameters for torch's fused inference path.
+    """Return the attributes of an encoder layer that copy parameters for the fused inference path.
 
-    fairseq >= 0.12 has them.
+    fairseq >= 0.12 has these copies.
     """
     return [name for name in FUSED_PATH_COPIES if hasattr(layer, name)]
 
 
 def drop_fused_path_copies(layer: torch.nn.Module) -> None:
-    """Delete these copies, for a layer that does not use the fused path."""
+    """Delete the copies of parameters in a layer that does not use the fused path."""
     for name in fused_path_copies(layer):
         delattr(layer, name)
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(parameter, fp32 copy) pairs of an fp16 optimizer; empty for others.
+    """Return (parameter, fp32 copy) pairs of an fp16 optimizer, or [] for other optimizers.
 
-    fairseq <= 0.12.3 keeps the copies in a list under `--fp16-no-flatten-grads` and has the
-    attribute in no other optimizer.
+    fairseq <= 0.12.3 stores the copies as a list only with `--fp16-no-flatten-grads`. Other
+    optimizers lack the attribute.
     """
     copies = getattr(optimizer, "fp32_params", None)
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
@@ -177,14 +177,16 @@ def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def follow_parameters(wrapped: Any, optimizer: Any,
                       changed: Mapping[torch.Tensor, torch.nn.Parameter],
                       copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Put new parameters in the place of old ones where fairseq keeps lists of them.
+    """Replace old parameters by new ones in the lists that fairseq stores.
 
     Args:
-        wrapped: the model.
-        changed: new ones by the old ones.
-        copies: see `fp32_copies`, of the new ones; without any if the optimizer has none.
+        wrapped: the wrapped model.
+        optimizer: fairseq's optimizer.
+        changed: the new parameters by the old ones.
+        copies: fp32 copies of the new parameters, see `fp32_copies`; empty if the optimizer has
+            no copies.
     """
-    for params in getattr(wrapped, "per_device_params", ()):  # of `legacy_ddp`
+    for params in getattr(wrapped, "per_device_params", ()):  # an attribute of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
     if copies:
         optimizer.fp16_params = [changed.get(p, p) for p in optimizer.fp16_params]
@@ -192,7 +194,9 @@ def follow_parameters(wrapped: Any, optimizer: Any,
 
 
 def shards_optimizer_state(cfg: Any) -> bool:
-    """Whether fairseq's settings ask for it: `--ddp-backend fully_sharded`, `--zero-sharding os`.
+    """Return whether fairseq's settings shard the optimizer state.
+
+    This is true for `--ddp-backend fully_sharded` and for `--zero-sharding os`.
     """
     settings = cfg.distributed_training
     return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
@@ -216,7 +220,7 @@ class _HostScalar(torch.Tensor):
 def skipped_steps_without_cuda() -> None:
     """Skip a step after a gradient overflow without CUDA.
 
-    fairseq <= 0.12.3 answers an overflow with `torch.tensor(0.0).cuda()` on any machine.
+    fairseq <= 0.12.3 then calls `torch.tensor(0.0).cuda()` on any machine.
     """
     from fairseq import trainer
 
@@ -228,11 +232,10 @@ def skipped_steps_without_cuda() -> None:
 @replaces("optim.FP16Optimizer.build_optimizer")
 def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, params: Any,
                          **kwargs: Any) -> Any:
-    """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and where optimizer state is
-    sharded.
+    """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
-    fairseq <= 0.12.3 packs all fp32 master weights in one tensor (on the current CUDA device),
-    which loses the mark of expert parameters and the borders of parameters.
+    fairseq <= 0.12.3 packs all fp32 master weights into one tensor (on the current CUDA device).
+    The packed tensor loses the marks of expert parameters and the boundaries of parameters.
     """
     from omegaconf import open_dict
 
@@ -240,8 +243,8 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
     needed = shards_optimizer_state(cfg) or any(
         is_expert(p) or p.device.type == "cpu" for p in params)
     if needed and not cfg.common.bf16 and not cfg.common.fp16_no_flatten_grads:
-        logger.info("--fp16-no-flatten-grads is implied by expert parameters, sharding and CPU "
-                    "training")
+        logger.info("--fp16-no-flatten-grads is enabled because the model has experts, is sharded "
+                    "or is trained on CPU")
         with open_dict(cfg):
             cfg.common.fp16_no_flatten_grads = True
     return original(cls, cfg, params, **kwargs)
@@ -250,13 +253,14 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
 @replaces("distributed.LegacyDistributedDataParallel.__init__")
 def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
                                  *args: Any, **kwargs: Any) -> None:
-    """Reduce each gradient in its own dtype under `legacy_ddp`, and no others.
+    """Reduce each gradient in its own dtype under `legacy_ddp`, without unneeded buffer space.
 
-    fairseq <= 0.12.3 copies all gradients into one buffer of the first parameter's dtype. Under
-    `--fp16` and `--bf16` that lowers those of parameters that stay in float32 (`router.fp32`).
-    Parameters of another dtype are reduced one by one, without the buffer. The buffer is as large
-    as all parameters (up to 2^28), and is reduced as a whole, though experts' gradients are left
-    out of it: here it has the size of those that are in it.
+    fairseq <= 0.12.3 copies all gradients into one buffer of the first parameter's dtype. With
+    `--fp16` and `--bf16` this lowers the precision of parameters that stay in float32
+    (`router.fp32`). Here, parameters of another dtype are reduced one by one, without the buffer.
+
+    In fairseq the buffer is as large as all parameters (up to 2^28) and is reduced as a whole,
+    although it contains no gradients of experts. Here the buffer is only as large as needed.
     """
     original(self, module, *args, **kwargs)
     dtype, lists = next(module.parameters()).dtype, self.per_device_params
@@ -274,9 +278,9 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
                              criterion: Any, **kwargs: Any) -> Any:
     """Validate on ranks without data.
 
-    fairseq <= 0.12.3: `fairseq-validate` on several ranks gives such a rank an empty batch and dies
-    of `KeyError`. Here it runs one sentence and counts it as nothing, so that collectives inside
-    the model stay aligned.
+    With fairseq <= 0.12.3, `fairseq-validate` on several ranks passes an empty batch to such a rank
+    and fails with `KeyError`. With this patch the rank runs one sentence that does not count, so
+    that collectives inside the model match on all ranks.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -288,9 +292,11 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
 @replaces("nan_detector.NanDetector.add_hooks")
 def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
-    """fairseq <= 0.12.3, after an error of numbers that are not finite, looks for the first one
-    with torch's old hooks, which die of a `TypeError` where a module returns a record (routers, our
-    layers): the error itself would be lost. The tensors in it are looked at one by one.
+    """Let fairseq search for the first module with values that are not finite.
+
+    After such an error fairseq <= 0.12.3 repeats the step with torch's old hooks. These hooks fail
+    with a `TypeError` if a module returns a record (routers, our layers), so that the original
+    error would be lost. This patch checks the tensors in the record one by one.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule
@@ -313,10 +319,10 @@ def records_have_gradients(original: Callable[..., None], self: Any,
 @replaces("models.ema.ema.EMA.__init__")
 def averages_of_floating_point(original: Callable[..., None], self: Any, model: torch.nn.Module,
                                config: Any, device: Any = None, skip_keys: Any = None) -> None:
-    """Let `--store-ema` average models whose state has more than floating-point tensors.
+    """Let `--store-ema` average models whose state contains tensors of other types than float.
 
-    fairseq <= 0.12.3 multiplies integers (a router's number of steps) by the decay, which torch
-    refuses. Integers are copied.
+    fairseq <= 0.12.3 multiplies integers (such as a router's step count) by the decay, which torch
+    refuses. This patch copies integers.
     """
     integers = {name for name, value in model.state_dict().items()
                 if isinstance(value, torch.Tensor) and not value.is_floating_point()}
@@ -325,7 +331,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
-    """fairseq <= 0.12.3 dies of state that is not a tensor under `--ema-fp32`."""
-    found = self.model.state_dict() if state_dict is None else state_dict
-    original(self, {name: value for name, value in found.items()
+    """Ignore state that is not a tensor, with which fairseq <= 0.12.3 fails under `--ema-fp32`."""
+    state = self.model.state_dict() if state_dict is None else state_dict
+    original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})

@@ -1,17 +1,17 @@
-"""Lets stock fairseq 0.12.2 be imported on Python >= 3.11, and hands over to
-`moe_plugin.hosts.fairseq.compat` afterwards.
+"""Make stock fairseq 0.12.2 importable on Python >= 3.11, and apply the patches after the import.
 
-A `.pth` file of the same name calls `boot()` when Python starts. That costs one finder on
-`sys.meta_path` and imports nothing: the work happens when, and only when, somebody imports
-`fairseq`. It must be a top-level module, because a module of the package would import the package
-before fairseq's `--user-dir` does. Of another fairseq than 0.12 only the import is helped.
+A `.pth` file of the same name calls `boot()` when Python starts. `boot` only adds one finder to
+`sys.meta_path` and imports nothing. The work happens when code imports `fairseq`, and only then.
+The file must be a top-level module, because importing a module of the package would import the
+package before fairseq's `--user-dir` does. For versions of fairseq other than 0.12, only the import
+is patched.
 """
 
 from __future__ import annotations
 
 import sys
 
-# as typing's, whose import would cost every start of Python some milliseconds
+# replaces the constant of typing, because importing typing would slow down every start of Python
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import importlib.machinery
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-# whatever the task of a run, importing fairseq logs that this one lacks an optional package
+# importing fairseq always logs that this task lacks an optional package, even if it is not used
 _SPEECH, _HINT = "fairseq.tasks.text_to_speech", "Please install tensorboardX"
 
 
@@ -28,7 +28,7 @@ def _no_hint(record: logging.LogRecord) -> bool:
 
 
 class _Loader:
-    """fairseq's own loader, with work before and after."""
+    """fairseq's own loader, with additional work before and after."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -49,8 +49,8 @@ class _Loader:
         finally:
             dataclasses.dataclass = original
             speech.removeFilter(_no_hint)
-        # the package itself is imported for this release alone: fairseq's `moe` branch refuses a
-        # user dir that was imported before
+        # the package itself is imported only for this release: fairseq's `moe` branch refuses a
+        # user directory that was imported before
         if str(getattr(module, "__version__", "")).startswith("0.12."):
             _install()
 
@@ -59,7 +59,8 @@ class _Loader:
 
 
 class _Finder:
-    """Waits for the first `import fairseq`. Looking for its spec alone changes nothing."""
+    """A finder that waits for the first `import fairseq`. Searching for the spec changes nothing.
+    """
 
     searching = False
 
@@ -69,7 +70,7 @@ class _Finder:
             return None
         import importlib.util
 
-        self.searching = True  # the other finders answer
+        self.searching = True  # so that only the other finders answer the search below
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -80,20 +81,20 @@ class _Finder:
 
 
 def hashable_fairseq_dataclasses(original: Any) -> Any:
-    """`dataclasses.dataclass`, which gives `FairseqDataclass` subclasses an identity hash.
+    """Return a `dataclasses.dataclass` that gives `FairseqDataclass` subclasses an identity hash.
 
-    fairseq <= 0.12.3 on Python >= 3.11: fields such as `common: CommonConfig = CommonConfig()` are
-    refused, because the default is unhashable. A class that defines `__hash__` itself keeps it, so
-    each subclass is given one at birth. The default stays a default (a `default_factory` would not
-    do: fairseq reads `.default` of these fields).
+    Python >= 3.11 refuses fields of fairseq <= 0.12.3 such as `common: CommonConfig =
+    CommonConfig()`, because the default is unhashable. A class that defines `__hash__` retains it,
+    so each subclass gets a `__hash__` when it is created. A `default_factory` would not work,
+    because fairseq reads `.default` of these fields.
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
-        made = original(cls, **options)
+        decorated = original(cls, **options)
         if cls is not None and (cls.__module__, cls.__name__) == ("fairseq.dataclass.configs",
                                                                   "FairseqDataclass"):
-            made.__init_subclass__ = classmethod(_keep_identity_hash)
-        return made
+            decorated.__init_subclass__ = classmethod(_keep_identity_hash)
+        return decorated
 
     return dataclass
 
@@ -110,9 +111,9 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Wait for fairseq; the `.pth` file calls this when Python starts.
+    """Install the finder that waits for fairseq. The `.pth` file calls this when Python starts.
 
-    Calling it again does nothing.
+    Further calls do nothing.
     """
     if "fairseq" not in sys.modules and not any(
             isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -1,4 +1,4 @@
-"""How `--user-dir` finds this package, whoever imported it first."""
+"""Let `--user-dir` find this package, even if other code has already imported it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from moe_plugin.utils.folder_lock import hold_folder, release_all
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.yaml_file import read_yaml
 
-# The folder of `--save-dir`: one run at a time writes there.
+# All settings of the running command. Needed to lock --save-dir, so that one run at a time writes.
 _SETTINGS: ContextVar[Any] = ContextVar("all settings of the command", default=None)
 
 
 @replaces("distributed.utils.call_main")
 def settings_are_known(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                        **kwargs: Any) -> Any:
-    """fairseq <= 0.12.3 does not pass its settings to `verify_checkpoint_directory`."""
+    """Store the settings of the command, for `folder_of_one_run`.
+
+    fairseq <= 0.12.3 does not pass its settings to `verify_checkpoint_directory`.
+    """
     return original(cfg, functools.partial(_with_settings, main), **kwargs)
 
 
@@ -42,10 +45,12 @@ def _with_settings(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
 
 @replaces("checkpoint_utils.verify_checkpoint_directory")
 def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
-    """fairseq <= 0.12.3 lets several runs write into one folder. It tries whether it can write
-    there with a file of one name, so that runs which start together remove each other's.
+    """Let only one run at a time write into a folder.
 
-    The first rank calls it before training, and keeps the folder until the command ends.
+    fairseq <= 0.12.3 lets several runs write into one folder. To test whether the folder is
+    writable, fairseq creates and removes a file with a fixed name, so that runs which start
+    together remove each other's file. The first rank calls this function before training, and
+    locks the folder until the command ends.
     """
     from moe_plugin.checkpoint.formats.fairseq.translate import flag_values
     from moe_plugin.config.flags import run_from_flags
@@ -67,20 +72,19 @@ _FREQUENCIES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
 
 @replaces("utils.import_user_module")
 def own_user_dir(original: Callable[..., None], args: Any) -> None:
-    """Register what `--user-dir` brings even if the package was imported before.
+    """Register the models of `--user-dir` even if the package was imported before.
 
-    fairseq <= 0.12.3 imports a user dir only if it was not.
-
-    With this, `--user-dir moe_plugin` and a path to the installed package both work, in spawned
-    processes and in programs that already imported the package. The bare name is that package, also
-    in a folder that holds another copy; a path to another copy is refused.
+    fairseq <= 0.12.3 imports a user directory only if it was not imported before. With this patch,
+    `--user-dir moe_plugin` and a path to the installed package both work, also in spawned processes
+    and in programs that already imported the package. The bare name means the installed package,
+    even in a folder that contains another copy. A path to another copy is refused.
     """
     given = getattr(args, "user_dir", None)
     if given is None or os.path.basename(os.path.abspath(given)) != NAME:
         try:
             return original(args)
         except FileNotFoundError as error:
-            raise ValueError(f"--user-dir {short(given)} is not there; use --user-dir {NAME}, or "
+            raise ValueError(f"--user-dir {short(given)} does not exist. Use --user-dir {NAME}, or "
                              "the path of a folder") from error
     home = _checked_home(given)
     original(argparse.Namespace(user_dir=home))
@@ -96,19 +100,20 @@ def _checked_home(given: str) -> str:
     root = os.path.dirname(os.path.abspath(given))
     if given != NAME:
         raise ValueError(
-            f"--user-dir {given!r} is another copy of moe_plugin than the installed one at "
-            f"{home!r}; use --user-dir moe_plugin for the installed one, or install that copy: "
+            f"--user-dir {given!r} is not the installed copy of moe_plugin, which is at {home!r}. "
+            "Use --user-dir moe_plugin for the installed copy, or install the other one with: "
             f"pip install -e {root}")
-    logger.warning("--user-dir moe_plugin is the installed package at %s, not the copy in this "
-                   "folder; to use that one: pip install -e %s", home, root)
+    logger.warning("--user-dir moe_plugin uses the installed package at %s, not the copy in this "
+                   "folder; to use the copy, run: pip install -e %s", home, root)
     return home
 
 
 def take_moe_group(cfg: Any) -> None:
-    """Hydra's group `moe` becomes the model's flags; flags that the model has already win.
+    """Convert Hydra's group `moe` to flags of the model. Flags that are already set win.
 
     Raises:
-        ValueError: unknown keys, wrong types, bad values; a model without experts.
+        ValueError: the group has unknown keys, wrong types or bad values, or the model has no
+            experts.
     """
     from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
@@ -119,14 +124,14 @@ def take_moe_group(cfg: Any) -> None:
         return
     cfg.moe = None
     values = without_hosts(OmegaConf.to_container(group, resolve=True))
-    from_dict(of_layer(values))  # their errors name keys, types and bounds
+    from_dict(of_layer(values))  # its errors name keys, types and bounds
     run_from_dict(of_run(values))
     if CONFIG_FLAG.dest not in cfg.model:
-        raise ValueError("the group moe needs a model with experts: use common.user_dir=moe_plugin "
+        raise ValueError("the group moe needs a model with experts. Use common.user_dir=moe_plugin "
                          "and model._name=moe_transformer_lm")
     settings = flatten(values)
     if not settings.get("experts.hidden_dim"):
-        settings.pop("experts.hidden_dim", None)  # the host's inner width
+        settings.pop("experts.hidden_dim", None)  # fairseq's inner width is used
     for name, text in flag_texts(settings).items():
         if cfg.model.get(name) is None:
             cfg.model[name] = text
@@ -145,17 +150,16 @@ def _take_width(cfg: Any) -> None:
 def _check_data(cfg: Any) -> None:
     task = cfg.get("task")
     if isinstance(task, DictConfig) and "data" in task and task.data is None:
-        raise ValueError("task.data is not given; add task.data=FOLDER, what fairseq-preprocess "
-                         "wrote")
+        raise ValueError("task.data is missing. Add task.data=FOLDER, the output folder of "
+                         "fairseq-preprocess")
 
 
 @replaces("dataclass.initialize.add_defaults")
 def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
-    """Import the user dir before model defaults are filled in; the width that a file of
-    `model.moe_config` gives is one that the user gave.
+    """Import the user directory before the defaults of models are filled in.
 
-    `fairseq-hydra-train` (<= 0.12.3) fills them in before it imports the user dir that brings the
-    models.
+    `fairseq-hydra-train` (<= 0.12.3) fills in the defaults before it imports the user directory
+    that defines the models. A width in the file of `model.moe_config` counts as set by the user.
     """
     from fairseq import utils
 
@@ -165,14 +169,17 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
     with errors_of_use_in_one_line(cfg):
         _take_width(cfg)
     original(cfg)
-    with errors_of_use_in_one_line(cfg):  # hydra would add lines of its own
+    with errors_of_use_in_one_line(cfg):  # hydra would otherwise add its own lines
         _check_data(cfg)
         take_moe_group(cfg)
 
 
 @patch
 def group_in_hydra() -> None:
-    """`fairseq-hydra-train` finds the group `moe` (node `base`) before it imports a user dir."""
+    """Register the group `moe` (node `base`) for `fairseq-hydra-train`.
+
+    Hydra looks for the group before fairseq imports a user directory.
+    """
     from fairseq.dataclass.configs import FairseqConfig
 
     from moe_plugin.config import register_hydra
@@ -184,13 +191,13 @@ def group_in_hydra() -> None:
 @replaces("models.build_model")
 def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
                            **kwargs: Any) -> Any:
-    """Refuse a model with experts, such as that of a checkpoint, where the user dir is not loaded:
-    fairseq 0.12.2 ends in a KeyError, or in the names of parameters that it misses.
+    """Refuse a model with experts, such as that of a checkpoint, without the user directory.
+
+    fairseq 0.12.2 would end with a KeyError, or with a list of unexpected parameters.
     """
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""
     if "moe_plugin.hosts.fairseq.registered" not in sys.modules and (
             name.startswith("moe_") or any(getattr(cfg, freq, 0) for freq in _FREQUENCIES)):
-        raise ValueError(f"model {short(name)} has experts, which fairseq does not have: must be "
-                         "built with the user directory that brings them; add --user-dir "
-                         "moe_plugin")
+        raise ValueError(f"model {short(name)} has experts, which fairseq alone does not support. "
+                         "Add --user-dir moe_plugin")
     return original(cfg, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Everything that depends on Megatron's version, and every patch of it.
+"""Everything that depends on Megatron's version, and all patches of Megatron.
 
-`names`: classes and functions whose place may change. `core`: layer, groups, specs, losses.
-`optimizer`: its state in checkpoints. `settings`: its settings and script, and what was renamed.
-`fields`: what becomes of each MoE setting. `norm`: norms without Apex. `finite`: steps that are
-skipped. `cpu`: running without CUDA; `script_cpu`: its training code, too. `writers`: processes
-that write checkpoints end with their rank.
+`names`: classes and functions that may move. `core`: layer, groups, specs, losses.
+`optimizer`: optimizer state in checkpoints. `settings`: settings and script arguments, and renamed
+settings. `fields`: the treatment of each MoE setting. `sequence_parts`: attention and norms without
+Transformer Engine. `finite`: skipped steps. `cpu`: Megatron-core without CUDA. `script_cpu`:
+Megatron's training code without CUDA. `writers`: checkpoint writers that end with their rank.
 """

@@ -1,4 +1,4 @@
-"""Functions of `megatron.core.dist_checkpointing` with ours around them."""
+"""Wrappers around functions of `megatron.core.dist_checkpointing`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ Around = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 def wrap(name: str, around: Around) -> None:
-    """Let `around(original, given)` be called in place of one of these functions, once for each
-    `around`; stays for the life of the process.
+    """Replace a function by `around(original, given)` for the rest of the process.
 
-    given: the call's arguments, by their names in Megatron.
+    Each `around` is added only once.
+
+    name: name of a function of `megatron.core.dist_checkpointing`.
+    around: function that is called with the original function and the call's arguments by
+        Megatron's names.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):
@@ -32,5 +35,5 @@ def wrap(name: str, around: Around) -> None:
 
 
 def is_wrapped(name: str, around: Around) -> bool:
-    """Whether `wrap` has been called with these."""
+    """Return whether `wrap` has been called with these arguments."""
     return around in getattr(getattr(dist_checkpointing, name), "around", ())

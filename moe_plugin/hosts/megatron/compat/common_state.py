@@ -1,4 +1,4 @@
-"""The common state of a distributed checkpoint, changed while Megatron loads it."""
+"""Changes to the common state of a distributed checkpoint while Megatron loads it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 @contextmanager
 def changed(change: Change, strategy_given: bool) -> Iterator[dict[str, Any]]:
-    """Inside, `dist_checkpointing.load` gets the common state as `change` returns it, if it is
-    called with the keyword arguments that the block gets.
+    """Make `dist_checkpointing.load` use the common state that `change` returns, inside the block.
 
-    Up to 0.17 a strategy object loads the common state; from 0.18 on a function does, which `load`
-    finds in its own module: `load_common` in 0.18, `load_common_state_dict` in 0.19.
+    `load` must be called with the keyword arguments that the context yields.
 
-    strategy_given: the caller passes a strategy of its own; nothing is changed then.
+    Up to 0.17 a strategy object loads the common state. From 0.18 on a function of `load`'s own
+    module loads it: `load_common` in 0.18, `load_common_state_dict` in 0.19.
+
+    strategy_given: whether the caller passes its own strategy. In this case nothing is changed up
+        to 0.17.
     """
     common = importlib.import_module(f"{_PACKAGE}.strategies.common")
     base = getattr(common, "TorchCommonLoadStrategy", None)  # absent from 0.18 on

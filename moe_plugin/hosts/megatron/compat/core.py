@@ -1,11 +1,11 @@
 """Layer, groups, specs and losses of Megatron-core, versions 0.15 to 0.20.
 
-| seam | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
+| interface | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 |---|---|---|---|---|
-| an MoE layer in a spec | ModuleSpec | ModuleSpec | ModuleSpec | functools.partial, or by hand |
-| groups given to the layer | by exact class | by exact class | by exact class | always |
+| an MoE layer in a spec | ModuleSpec | ModuleSpec | ModuleSpec | functools.partial or ModuleSpec |
+| groups are passed to | the exact class | the exact class | the exact class | every class |
 | more arguments of the layer | | | is_mtp_layer | is_mtp_layer, name |
-| `padding_mask` of layer and router | none | yes | yes | yes |
+| `padding_mask` of layer and router | no | yes | yes | yes |
 | injectable router in `MoESubmodules` | no | yes | yes | yes |
 | aux loss log | dict in moe_utils | same | same | MoEMetricsTracker |
 """
@@ -40,23 +40,21 @@ from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
 from moe_plugin.utils.messages import warn_once
 
-OLDEST, NEWEST = (0, 15), (0, 20)  # of which the tests have run; the newest from its main branch
+OLDEST, NEWEST = (0, 15), (0, 20)  # tested versions; the newest is a state of the main branch
 Group = dist.ProcessGroup
 
 
 def check_version() -> None:
-    """`ValueError` for a Megatron-core older than this host knows; a warning, once, for a newer one
-    than its tests have run with.
-    """
+    """Raise a `ValueError` for an old Megatron-core; warn once for an untested newer version."""
     if NUMBER < OLDEST:
         raise ValueError(
-            f"megatron-core {core_version} is too old: must be >= {'.'.join(map(str, OLDEST))}; "
-            "pip install 'megatron-core>=0.15'")
+            f"megatron-core {core_version} is too old. The version must be at least "
+            f"{'.'.join(map(str, OLDEST))}. Run: pip install 'megatron-core>=0.15'")
     if NUMBER[:2] > NEWEST:
         warn_once(__name__, f"megatron-core {core_version} is newer than "
-                  f"{'.'.join(map(str, NEWEST))}, the newest that this package was tested with: "
-                  "compare some losses with Megatron's own layer, or run "
-                  "scripts/test_megatron_versions.sh with it")
+                  f"{'.'.join(map(str, NEWEST))}, the newest version that this package was tested "
+                  "with. Compare some losses with Megatron's own layer, or run "
+                  "scripts/test_megatron_versions.sh with this version.")
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ class MegatronGroups:
     Attributes:
         experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
         expert_replicas: ranks that store the same experts.
-        tensor: tensor-parallel.
-        context: context-parallel.
+        tensor: the tensor-parallel group.
+        context: the context-parallel group.
         tokens: ranks that share a batch's tokens (tensor x context parallel).
         data: ranks that store the same dense parameters.
     """
@@ -82,7 +80,7 @@ class MegatronGroups:
 
 
 def groups(collection: Any | None) -> MegatronGroups:
-    """The groups that Megatron passes to a layer; its global ones if it passes none."""
+    """Return the groups that Megatron passes to a layer, or else its global groups."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
     context = _group(collection, "cp", parallel_state.get_context_parallel_group)
@@ -99,23 +97,24 @@ def _group(collection: Any, name: str, otherwise: Callable[[], Group]) -> Group:
 
 
 def all_data_group(collection: Any) -> Group:
-    """All ranks among which a step's tokens are spread: tensor x context x data parallel."""
+    """Return the group that shares a step's tokens: tensor x context x data parallel ranks."""
     return _group(collection, "tp_dp_cp",
                   lambda: parallel_state.get_tensor_and_data_parallel_group(
                       with_context_parallel=True))
 
 
 def has_groups() -> bool:
-    """Whether Megatron's parallel groups have been made."""
+    """Return whether Megatron's parallel groups exist."""
     return parallel_state.model_parallel_is_initialized()
 
 
 def destroy_groups() -> None:
-    """Megatron's `destroy_model_parallel`, and what it forgets (0.15 to 0.19): one more group, and
-    those in the records of auxiliary losses.
+    """Destroy Megatron's groups, and the groups that `destroy_model_parallel` of 0.15 to 0.19
+    misses.
 
-    A process that is forked later and makes its own groups would end the forgotten ones there, and
-    wait forever for their threads, which a fork does not have.
+    Some missed groups are stored in the records of auxiliary losses. A process that is forked later
+    and creates new groups would destroy the missed groups, and wait forever for threads of its
+    parent.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -125,21 +124,21 @@ def destroy_groups() -> None:
 
 
 def microbatches_a_step() -> int | None:
-    """Micro-batches of this step by Megatron's calculator; None if no script has set one up."""
+    """Return the number of micro-batches of this step; None if no script has set the calculator."""
     known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     return None if known is None else known.get()
 
 
 def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collection: Any,
               extra: dict[str, Any]) -> None:
-    """Call `BaseMoELayer.__init__` with the arguments that this version has."""
+    """Call `BaseMoELayer.__init__` with the arguments that this version supports."""
     known = inspect.signature(BaseMoELayer.__init__).parameters
     BaseMoELayer.__init__(layer, config=config, layer_number=layer_number, pg_collection=collection,
                           **{name: value for name, value in extra.items() if name in known})
 
 
 def count_local_experts(layer: Any, groups_: MegatronGroups) -> None:
-    """Set what `BaseMoELayer.__init__` makes of the expert-parallel group."""
+    """Set the attributes that `BaseMoELayer.__init__` derives from the expert-parallel group."""
     layer.ep_group = groups_.collection.ep
     layer.num_local_experts = layer.config.num_moe_experts // layer.ep_group.size()
     first = layer.ep_group.rank() * layer.num_local_experts
@@ -148,34 +147,35 @@ def count_local_experts(layer: Any, groups_: MegatronGroups) -> None:
 
 def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
                   is_mtp_layer: bool) -> torch.nn.Module:
-    """Megatron's own router, or the one that the spec injects (0.16 on)."""
+    """Build Megatron's own router, or the router that the spec injects (from 0.16 on)."""
     build = getattr(submodules, "router", None) or TopKRouter
     extra = {"is_mtp_layer": True} if is_mtp_layer else {}
     return build(config=config, pg_collection=groups_.collection, **extra)
 
 
 def is_native_router(router: torch.nn.Module) -> bool:
-    """True for Megatron's own router, and subclasses, which weigh their losses as it does."""
+    """Return whether a router is Megatron's own router or an instance of a subclass."""
     return isinstance(router, TopKRouter)
 
 
 def has_native_layers(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Whether parts of a model contain Megatron's MoE layer, or a subclass, as ours is."""
+    """Return whether model chunks contain Megatron's MoE layer or a subclass, such as ours."""
     return any(isinstance(module, MoELayer) for chunk in chunks for module in chunk.modules())
 
 
 def injects_router(submodules: Any) -> bool:
-    """True where the spec names a router other than Megatron's own."""
+    """Return whether the spec names a router other than Megatron's own."""
     return getattr(submodules, "router", TopKRouter) not in (None, TopKRouter)
 
 
 @dataclass(frozen=True)
 class Undropped:
-    """What a native router chose before its own capacity dropped some choices.
+    """The choices of a native router before its own capacity dropped some of them.
 
     Attributes:
-        probs_TE, map_TE: gate weights, and True for the chosen experts.
-        capacity: tokens that each expert accepts.
+        probs_TE: the gate weights.
+        map_TE: True for the chosen experts.
+        capacity: number of tokens that each expert accepts.
     """
 
     probs_TE: Tensor
@@ -185,10 +185,11 @@ class Undropped:
 
 def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
-    """(probs_TE, routing_map_TE, the same before dropping) of a native router. The last is None
-    unless the router has a capacity.
+    """Return (probs_TE, routing_map_TE, undropped) of a native router.
 
-    padding_SB: True = padding; left out where this version's router does not take it.
+    The third value contains the choices before dropping. It is None without a capacity.
+
+    padding_SB: True for padding; ignored if this version's router does not accept a mask.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
@@ -201,8 +202,9 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tenso
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Inside, the list gets what Megatron's router passes to its own dropping of choices. The
-    router returns only what is left, and padding to capacity adds experts that nothing chose.
+    """Yield a list that receives the choices of Megatron's router before its capacity drops some.
+
+    The router returns only the remaining choices, and padding adds experts that no token chose.
     """
     found, drop = list[Undropped](), router_module.apply_router_token_dropping
 
@@ -221,20 +223,19 @@ def _undropped() -> Iterator[list[Undropped]]:
 
 
 def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:
-    """Megatron's own shared expert, from the native spec.
+    """Build Megatron's own shared expert from the native spec.
 
-    A spec or class up to 0.17, a partial from 0.18.
+    The spec contains a ModuleSpec or class up to 0.17 and a functools.partial from 0.18 on.
     """
     builder = getattr(submodules, "shared_experts", None)
     if builder is None:
         raise ValueError(
-            "moe_shared_expert_intermediate_size is set, but the layer spec has no shared experts; "
-            "build the spec with "
-            "Megatron's own functions and swap the MoE layer in it "
-            "(moe_plugin.hosts.megatron.spec.swap_moe)"
+            "moe_shared_expert_intermediate_size is set, but the layer spec has no shared experts. "
+            "Build the spec with Megatron's own functions, and replace its MoE layers with "
+            "moe_plugin.hosts.megatron.spec.swap_moe."
         )
     config = copy.copy(config)
-    config.moe_shared_expert_overlap = False  # else it is in pieces for Megatron's own dispatcher
+    config.moe_shared_expert_overlap = False  # overlap needs Megatron's own dispatcher
     kwargs = {"config": config, "pg_collection": groups_.collection}
     if hasattr(config, "moe_shared_expert_gate"):  # from 0.16 the gate is an argument
         kwargs["gate"] = config.moe_shared_expert_gate
@@ -245,27 +246,27 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
-    """Sharded state of a Megatron or plain module."""
+    """Return the sharded state of a Megatron module or a plain module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """The same activation; in backward, `loss` gets Megatron's scale of auxiliary losses."""
+    """Return the activation; its backward pass scales the gradient of `loss` like Megatron does."""
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
 def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
-    """Inside, gradients of auxiliary losses are this many times as large."""
+    """Multiply the gradients of auxiliary losses by a factor inside the block."""
     before = moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
     return auxiliary_scale(None if before is None else before * factor)
 
 
 @contextlib.contextmanager
 def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
-    """Inside, gradients of auxiliary losses have this scale, which Megatron's schedules set."""
+    """Set the scale of auxiliary losses' gradients in the block, as Megatron's schedules do."""
     scaler = moe_utils.MoEAuxLossAutoScaler
     before = scaler.main_loss_backward_scale
-    scaler.main_loss_backward_scale = scale  # `set_loss_scale` would write into `before`
+    scaler.main_loss_backward_scale = scale  # `set_loss_scale` would overwrite `before` in place
     try:
         yield
     finally:
@@ -276,20 +277,17 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
     """Add a raw loss to Megatron's log of auxiliary losses.
 
-    Values of the ranks in `part_of` are summed when it is read.
+    The values of the ranks in `part_of` are summed when the log is read.
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
-    # it has one place for each prediction, in which a hybrid model may have several layers
+    # the log has one entry per prediction, but a hybrid model may have several layers in it
     place = None if layer_number is None else min(layer_number, layers)
     moe_utils.save_to_aux_losses_tracker(name, value.detach(), place, layers, reduce_group=part_of)
 
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """One named auxiliary loss of the log.
-
-    Sums over micro-batches by layer [layers], and how ranks are to be reduced.
-    """
+    """A loss in Megatron's log: sums by layer, [layers], and how ranks are reduced."""
 
     values: Tensor
     reduce_group: Group | None
@@ -297,7 +295,7 @@ class LoggedLoss:
 
 
 def _loss_records() -> dict[str, Any]:
-    """Megatron's records of auxiliary losses by name: dicts up to 0.17, objects from 0.18 on."""
+    """Return Megatron's auxiliary losses by name: dicts up to 0.17, objects from 0.18 on."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -306,13 +304,13 @@ def _loss_records() -> dict[str, Any]:
 
 
 def forget_losses() -> None:
-    """Auxiliary losses as in a new process: no records, and no scale, whose shape schedules set."""
+    """Delete all records of auxiliary losses, and their scale, which schedules set."""
     _loss_records().clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def logged_losses() -> dict[str, LoggedLoss]:
-    """Megatron's aux-loss log as it stands on this rank."""
+    """Return this rank's current log of auxiliary losses."""
     return {name: _logged(record) for name, record in _loss_records().items()}
 
 
@@ -324,18 +322,18 @@ def _logged(record: Any) -> LoggedLoss:
 
 
 def losses_so_far() -> dict[str, Tensor]:
-    """A copy of the log's sums, for `set_logged_losses`."""
+    """Return a copy of the log's sums, for `set_logged_losses`."""
     return {name: entry.values.clone() for name, entry in logged_losses().items()}
 
 
 def set_logged_losses(values: dict[str, Tensor]) -> None:
-    """Set the log's sums; zero for a name without a value."""
+    """Set the log's sums; names without a value are set to zero."""
     for name, entry in logged_losses().items():
         entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
-    """A layer spec's `mlp` with Megatron's MoELayer replaced; anything else comes back as it is."""
+    """Return a spec's `mlp` with Megatron's MoELayer replaced; return other values unchanged."""
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
@@ -347,7 +345,7 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
-    """(a copy of a layer or block spec with every MoELayer replaced, how many were)."""
+    """Return a copy of a spec with every MoELayer replaced, and the number of replacements."""
     found, (submodules, _) = [], _submodules(spec)
     if _is_stack(submodules):
         settings = {**settings, "in_hybrid": True}
@@ -361,8 +359,9 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """A copy of a layer or block spec, or of a hybrid model's stack, with `change(name, value)` for
-    every submodule of a layer, and for the block's norm.
+    """Return a copy of a layer, block or hybrid stack spec with `change` applied to submodules.
+
+    `change(name, value)` is called for each submodule of a layer and for a block's norm.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
@@ -387,19 +386,19 @@ def _submodules(spec: Any) -> tuple[Any, bool]:
 
 
 def _is_stack(submodules: Any) -> bool:
-    """Whether they are a hybrid model's: specs of layers by their kind."""
+    """Return whether submodules are those of a hybrid model, with one spec per kind of layer."""
     return hasattr(submodules, "moe_layer")
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Whether layers are Transformer Engine's; None: where Megatron can import it."""
+    """Return `wanted`, or, if `wanted` is None, whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
-    """Megatron's own GPT layer spec with an MoE layer.
+    """Return Megatron's own GPT layer spec with an MoE layer, for any number of experts.
 
-    The number of experts in it only has to be set. grouped: with `moe_grouped_gemm`.
+    grouped: whether to build the spec for `moe_grouped_gemm`.
     """
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
@@ -408,7 +407,7 @@ def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -
 
 @contextlib.contextmanager
 def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
-    """Inside, a transformer block is built of those of its layers' specs that `choose` returns."""
+    """Build transformer blocks in this context from the layer specs that `choose` returns."""
     all_layers = transformer_block._get_block_submodules  # 0.15 to 0.19
 
     def chosen(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
@@ -424,10 +423,9 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
                    vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's own spec of this pipeline stage's layers, with everything that `config` says of
-    them: attention, norms, which layers are MoE layers.
+    """Return Megatron's own spec of this stage's layers, as `config` describes them.
 
-    vp_stage: of which virtual stage; None: there are none.
+    vp_stage: number of the virtual stage, or None without virtual stages.
     """
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine(transformer_engine),
@@ -437,13 +435,13 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
 def predictions_spec(config: Any, layers: TransformerBlockSubmodules,
                      transformer_engine: bool | None, vp_stage: int | None) -> Any:
-    """Megatron's spec of multi-token prediction, with the last of these layers."""
+    """Return Megatron's spec of multi-token prediction with the last of these layers."""
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layers, use_transformer_engine=with_engine(transformer_engine), vp_stage=vp_stage)
 
 
 def replace_attention(spec: Any, ours: type) -> Any:
-    """A copy of a block or layer spec with `ours` as `core_attention` of its self-attention."""
+    """Return a copy of a spec with `ours` as the `core_attention` of its self-attention."""
 
     def change(name: str, value: Any) -> Any:
         if name == "self_attention":
@@ -454,7 +452,7 @@ def replace_attention(spec: Any, ours: type) -> Any:
 
 
 def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call `fn` with those keyword arguments that its signature has, by its own names."""
+    """Call `fn` with those keyword arguments that its signature supports, by its own names."""
     known = inspect.signature(fn).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     named = {newer_name(name, known): value for name, value in kwargs.items()}

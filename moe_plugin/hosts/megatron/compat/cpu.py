@@ -1,9 +1,9 @@
-"""Opt-in: run Megatron-core without CUDA, on CPU tensors and gloo. Does nothing where CUDA exists.
+"""Opt-in support for Megatron-core without CUDA, on CPU tensors and gloo. No effect if CUDA exists.
 
-Megatron-core asks CUDA for the current device, streams and random states, and writes
-`device="cuda"` in places. Each patch below names what it replaces, the Megatron-core versions it
-was needed in, and why. `enable()` applies them once, for the life of the process, before any
-Megatron object is built. Our own layer needs none of them.
+Megatron-core uses CUDA's current device, streams and random states, and contains `device="cuda"` in
+several places. Each patch below names the replaced functions, the Megatron-core versions that need
+the patch, and the reason. `enable()` applies all patches once, for the rest of the process, before
+any Megatron object is built. Our own layer needs none of the patches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from moe_plugin.comm.host_collectives import comm_of
 class Patch:
     """One group of replacements.
 
-    What is replaced, in which versions of Megatron-core it is needed, and why.
+    Attributes:
+        target: the replaced functions.
+        versions: versions of Megatron-core that need the patch.
+        reason: why the patch is needed.
+        apply: makes the replacements.
     """
 
     target: str
@@ -43,7 +47,7 @@ PATCHES: list[Patch] = []
 
 def patch_in(patches: list[Patch], target: str, versions: str,
              reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Decorator: the function becomes the last of `patches`."""
+    """Decorator that appends a function to `patches`."""
 
     def add(apply: Callable[[], None]) -> Callable[[], None]:
         patches.append(Patch(target, versions, reason, apply))
@@ -58,9 +62,9 @@ _patch = functools.partial(patch_in, PATCHES)
 def enable(force: bool = False) -> bool:
     """Make Megatron-core run on CPU.
 
-    Returns True where patches are in force, False where CUDA exists (nothing done).
+    Returns: True if the patches are active, and False if CUDA exists and nothing was changed.
 
-    force: also where CUDA exists, for a process that is to stay on CPU.
+    force: apply the patches even if CUDA exists, for a process that must stay on CPU.
     """
     if torch.cuda.is_available() and not force:
         return False
@@ -72,21 +76,22 @@ def enable(force: bool = False) -> bool:
 
 
 def engine_installed() -> bool:
-    """Whether Transformer Engine is; imports nothing."""
+    """Return whether Transformer Engine is installed, without importing anything."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def enabled() -> bool:
-    """Whether this process stays on CPU for good."""
+    """Return whether this process stays on CPU permanently."""
     return hasattr(torch.cuda, "_moe_plugin_literals")
 
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Megatron-core's objects are built on CPU in this block, in a process that others share.
+    """Build Megatron-core's objects on CPU inside the block, without changing the process
+    permanently.
 
-    `enable` reads "cuda" as "cpu" in every torch call for good, which costs each of them time and
-    changes what torch.compile makes; a layer that is built needs it no more.
+    `enable` maps "cuda" to "cpu" in every torch call. This costs time per call and changes the
+    results of torch.compile. After a layer has been built, the mapping is no longer needed.
     """
     _replace()
     with _CudaMeansCpu():
@@ -101,7 +106,7 @@ def _replace() -> None:
 
 
 class _Stream:
-    """A stream or event on which everything has already happened."""
+    """A stream or event on which all work is already complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -113,32 +118,32 @@ class _Stream:
         return False
 
     def wait(self, *_args: Any) -> None:
-        """Nothing to wait for; also stands for record, synchronize and the other calls that only
-        order work.
+        """Return at once. Also used for record, synchronize and other calls that only order
+        work.
         """
 
     wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self, *_args: Any) -> _Stream:
-        """An event that has already happened."""
+        """Return an event that is already complete."""
         return self
 
     def query(self) -> bool:
-        """Always done."""
+        """Return True, because all work is complete."""
         return True
 
     def elapsed_time(self, _other: Any) -> float:
-        """Milliseconds between two events; none pass."""
+        """Return 0 milliseconds between two events."""
         return 0.0
 
 
 def _always(result: Any) -> Callable[..., Any]:
-    # a new function each time: torch.compile refuses one object under two names of torch
+    # a new function for each call, because torch.compile refuses one object under two torch names
     return lambda *_args, **_kwargs: result
 
 
 @_patch("torch.cuda streams, events, synchronize, nvtx", "0.12 to 0.19",
-        "token_dispatcher, schedules and timers make streams and wait for them unconditionally")
+        "token_dispatcher, schedules and timers create streams and wait for them unconditionally")
 def _streams() -> None:
     cuda: Any = torch.cuda
     the_stream = _Stream()
@@ -150,7 +155,8 @@ def _streams() -> None:
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _always(None), _always(None)
     Tensor.record_stream = _always(None)  # type: ignore[method-assign]
 
-    # Megatron enters one such context twice, for several instances of the distributed optimizer
+    # a new context per call, because Megatron enters the same context twice with several instances
+    # of the distributed optimizer
     cuda.stream = lambda _stream: contextlib.nullcontext()
 
 
@@ -164,14 +170,14 @@ def _device() -> None:
 
 @_patch(
     "torch.cuda.is_current_stream_capturing", "0.19 to 0.20",
-    "the hooks of routing traces ask it, and a build of torch without CUDA raises")
+    "the hooks of routing traces call it, and a build of torch without CUDA raises an error")
 def _capturing() -> None:
     torch.cuda.is_current_stream_capturing = _always(False)
 
 
 @_patch(
     "torch.cuda random states; tensor_parallel.random", "0.12 to 0.19",
-    "the random-number tracker keeps CUDA generator states; on CPU the one generator is torch's")
+    "the random-number tracker stores CUDA generator states; on CPU torch has a single generator")
 def _random() -> None:
     cuda: Any = torch.cuda
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -180,18 +186,19 @@ def _random() -> None:
                                    (random, "_get_cuda_rng_state", "_set_cuda_rng_state")):
         setattr(module, getter, lambda *_a, **_k: torch.get_rng_state())
         setattr(module, setter, lambda state, *_a, **_k: torch.set_rng_state(state))
-    # on CPU the tracker's generator is the CPU's, which it warns of at every fork
+    # otherwise the tracker would warn at every fork that it uses the CPU's generator
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
 @_patch("inference_layers.is_inference_column_parallel_linear", "main of August",
-        "multi-token prediction calls it; without Transformer Engine its isinstance raises")
+        "multi-token prediction calls it, and its isinstance check raises an error without "
+        "Transformer Engine")
 def _no_inference_layers() -> None:
     if engine_installed():
         return
     module: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
-    if hasattr(module, "is_inference_column_parallel_linear"):  # taken by name
+    if hasattr(module, "is_inference_column_parallel_linear"):  # imported by name
         module.is_inference_column_parallel_linear = lambda module: False
 
 
@@ -201,9 +208,9 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Reads "cuda" as "cpu" in every torch call made from Python.
+    """Mode that maps "cuda" to "cpu" in every torch call made from Python.
 
-    Megatron-core 0.12 to 0.19 name device and tensor type literally in schedules, optimizer,
+    Megatron-core 0.12 to 0.19 contain literal devices and tensor types in schedules, optimizer,
     clip_grads and moe_utils: device='cuda', Tensor.cuda(), Tensor.type().
     """
 
@@ -223,15 +230,15 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _tensor_type(kind: str, caller: str) -> str:
-    # the optimizer compares with 'torch.cuda.FloatTensor'; everyone else sees the truth
+    # only the optimizer compares with 'torch.cuda.FloatTensor'; other callers get the real type
     return kind.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace(
         "\\", "/") else kind
 
 
 @_patch(
     "transformer.torch_norm.WrappedTorchNorm", "0.12 to 0.19",
-    "it refuses sequence parallelism; without Apex and "
-    "Transformer Engine Megatron has only this norm")
+    "it refuses sequence parallelism, although it is Megatron's only norm without Apex and "
+    "Transformer Engine")
 def _norm() -> None:
     from moe_plugin.hosts.megatron.compat.sequence_parts import LocalNorm
 
@@ -249,8 +256,7 @@ def _te_gemm() -> None:
 
 
 @_patch("moe_utils.maybe_move_tensor_to_cpu", "0.13 to 0.19",
-        "split sizes stay tensors when they are on CPU already; "
-        "all-to-all wants a list")
+        "split sizes that are already on CPU remain tensors, but all-to-all needs a list")
 def _splits() -> None:
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     original = utils.maybe_move_tensor_to_cpu
@@ -266,7 +272,7 @@ def _splits() -> None:
 
 
 @_patch("tensor_parallel.mappings._gather_along_first_dim, _reduce_scatter_along_first_dim",
-        "0.12 to 0.19", "gloo has no all-gather and reduce-scatter of unequal pieces")
+        "0.12 to 0.19", "gloo does not support all-gather and reduce-scatter of unequal pieces")
 def _uneven() -> None:
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     even_gather = mappings._gather_along_first_dim
@@ -294,8 +300,8 @@ def _uneven() -> None:
 
 
 @_patch("transformer.dot_product_attention.DotProductAttention", "0.15 to 0.19",
-        "it refuses context parallelism and packed sequences, which Megatron has with Transformer "
-        "Engine alone")
+        "it refuses context parallelism and packed sequences, which Megatron supports only with "
+        "Transformer Engine")
 def _attention() -> None:
     from moe_plugin.hosts.megatron.compat import sequence_parts
 

@@ -1,9 +1,9 @@
-"""What becomes of each of Megatron's settings of MoE layers, 0.15 to main (0.20): one row each.
+"""The treatment of each of Megatron's settings of MoE layers, 0.15 to main (0.20), one row each.
 
-To change what becomes of a setting, change its row; what is read where is in `translate`. A setting
-of a newer Megatron that has no row is refused unless it has its default (`refuse_unknown`), and
-`tests/hosts/megatron/test_megatron_fields.py` fails until it has one. Importing this imports
-nothing of Megatron.
+To change the treatment of a setting, change its row. `translate` implements how settings are read.
+A setting of a newer Megatron without a row is refused unless it has its default
+(`refuse_unknown`), and `tests/hosts/megatron/test_megatron_fields.py` fails until a row is added.
+Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from moe_plugin.hosts.megatron.compat.settings import RENAMED, setting
 from moe_plugin.utils.messages import short
 
 OFF: tuple[Any, ...] = (None, False)
-# names of settings that have to do with experts, in `TransformerConfig` and on the command line
+# names of settings about experts, in `TransformerConfig` and on the command line
 _OF_EXPERTS = re.compile(r"moe|expert|rout(er|ing)|(^|_)ep_|hybridep|deepep|ncclep")
 
 
 class By(enum.Enum):
-    """Who does what a setting says."""
+    """The component that implements a setting."""
 
     OURS = "our layer"
-    ROUTER = "Megatron's router, which is built for it"
-    MODEL = "Megatron's model or loop, around our layer"
-    NOTHING = "nobody: it chooses an implementation that our layer does not have"
-    REFUSED = "nobody: refused"
+    ROUTER = "Megatron's router, which is built if the setting needs it"
+    MODEL = "Megatron's model or loop, outside of our layer"
+    NOTHING = "no effect: the setting chooses an implementation that our layer does not have"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one setting.
+    """The treatment of one setting.
 
     Attributes:
-        by: who does it.
-        taken: REFUSED: the values that are not refused. ROUTER: those for which our own router
-            gives the same numbers. None: any.
-        words: REFUSED: the remedy. ROUTER: what a value means, where its name does not say it.
+        by: the component that implements the setting.
+        taken: for REFUSED, the values that are accepted. For ROUTER, the values for which our own
+            router gives the same numbers. None accepts any value.
+        words: for REFUSED, the remedy. For ROUTER, the meaning of a value if the name is not clear.
     """
 
     by: By
@@ -49,7 +49,7 @@ class Row:
     words: str = ""
 
     def takes(self, value: Any) -> bool:
-        """Whether a value, or each of a list, is among `taken`."""
+        """Return whether a value, or each value of a list, is among `taken`."""
         if self.taken is None:
             return True
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -68,10 +68,10 @@ def _refused(words: str, *names: str, taken: tuple[Any, ...] = OFF) -> dict[str,
     return dict.fromkeys(names, Row(By.REFUSED, taken, words))
 
 
-_SIZES_CHANGE = "set it to False: sizes change from step to step"
+_SIZES_CHANGE = "set it to False, because sizes change from step to step"
 
-# of `TransformerConfig`; those without "moe" or "expert" in their names because they are refused,
-# or because the router depends on them
+# Settings of `TransformerConfig`. Settings without "moe" or "expert" in their names are listed if
+# they are refused or if the router depends on them.
 FIELDS: dict[str, Row] = {
     **_rows(By.OURS, "num_moe_experts", "moe_router_topk", "moe_router_pre_softmax",
             "moe_router_topk_scaling_factor", "moe_input_jitter_eps", "moe_aux_loss_coeff",
@@ -79,7 +79,7 @@ FIELDS: dict[str, Row] = {
             "moe_apply_probs_on_input",
             "moe_shared_expert_overlap", "moe_layer_recompute", "expert_model_parallel_size",
             "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
-            # or refused, with other settings (`recipes`)
+            # refused in combination with some other settings (`recipes`)
             "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "fp4_param",
             "first_last_layers_bf16", "quant_recipe", "moe_dispatch_fwd_dtype",
             "moe_combine_bwd_dtype", "delay_wgrad_compute"),
@@ -95,7 +95,7 @@ FIELDS: dict[str, Row] = {
             "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
             "moe_expert_capacity_factor", "moe_router_force_load_balancing",
             "moe_router_force_biased", "moe_enable_routing_replay"),
-    # read beside others of these alone
+    # these settings are read only together with other settings of this class
     **dict.fromkeys(("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema",
                      "moe_token_drop_policy", "moe_router_fusion"), Row(By.ROUTER, None)),
     **_rows(By.NOTHING, "moe_token_dispatcher_type", "moe_enable_deepep",
@@ -109,16 +109,16 @@ FIELDS: dict[str, Row] = {
             "moe_single_grouped_bias", "moe_permute_fusion",
             "moe_pad_expert_input_to_capacity", "moe_pad_experts_for_cuda_graph_inference",
             "inference_moe_token_dispatcher_type", "inference_moe_disable_fused_quant_kernels",
-            "moe_token_dropping",  # Megatron reads it nowhere
-            # read beside moe_paged_stash alone, which is refused
+            "moe_token_dropping",  # Megatron never reads this setting
+            # read only together with moe_paged_stash, which is refused
             "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda",
             "moe_paged_stash_buffer_size_factor_cpu",
-            # our products fill up each expert's rows themselves
+            # our matrix products pad the rows of each expert themselves
             "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
             "use_te_activation_func", "activation_func_fp8_input_store"),
     **_refused("leave it unset", "moe_mlp_glu_interleave_size", "activation_func_clamp_value",
                taken=(None,)),
-    **_refused("leave it unset: dispatch.capacity_factor limits the rows of each expert",
+    **_refused("leave it unset, and use dispatch.capacity_factor to limit the rows of each expert",
                "moe_expert_rank_capacity_factor", taken=(None,)),
     **_refused("set it to False", "overlap_dispatch_backward_with_experts_wgrad", "moe_paged_stash",
                "init_model_with_meta_device"),
@@ -128,26 +128,28 @@ FIELDS: dict[str, Row] = {
     **_refused("leave out --tensor-parallel-num-weight-shards", "gtp_weight_remat_size",
                taken=(None, 1)),
     **_refused(_SIZES_CHANGE, "enable_cuda_graph", "external_cuda_graph"),
-    **_refused("leave it out: a router sees its micro-batch once", "mlp_chunks_for_training",
+    **_refused("leave it out, because a router must process its micro-batch at once",
+               "mlp_chunks_for_training",
                taken=(None, 1)),
 }
-# of the training script alone
+# arguments that only the training script has
 ARGUMENTS: dict[str, Row] = {
     **_rows(By.OURS, "num_experts", "moe_routing_trace_path",
             "moe_routing_trace_max_training_iters"),
     **_rows(By.MODEL, "inference_dynamic_batching_prefix_caching_routing_alpha",
             "inference_disable_ep_consensus"),
-    # with our router refused where the trace is made (`routing_trace`)
+    # with our router these are refused in `run.traced`
     **_rows(By.ROUTER, "moe_routing_trace_capture_logits",
             "moe_routing_trace_capture_hidden_states", "moe_routing_trace_dump_weights"),
-    # read beside others that are refused
+    # read only together with settings that are refused
     **_rows(By.NOTHING, "moe_upcycling_granularity", "gtp_expert_remat_nccl_ub",
             "moe_extended_tp"),
-    **_refused("leave it out: moe-plugin upcycle turns a dense checkpoint into one with experts, "
-               "which moe-plugin reshard writes for Megatron", "moe_use_upcycling"),
-    **_refused("leave it out: --moe-stats-jsonl records how many tokens each expert gets",
+    **_refused("leave it out, and use moe-plugin upcycle to convert a dense checkpoint to a "
+               "checkpoint with experts and moe-plugin reshard to write it for Megatron",
+               "moe_use_upcycling"),
+    **_refused("leave it out, and use --moe-stats-jsonl to record the tokens of each expert",
                "save_tokens_per_expert_interval", taken=(None,)),
-    # of the whole model, whose results with them have not been compared with Megatron's own
+    # wrappers of the whole model, with which results have not been compared with Megatron's own
     **_refused("leave it out, and use --use-distributed-optimizer", "use_megatron_fsdp",
                "use_torch_fsdp2"),
     **_refused("leave it out", "hybrid_context_parallel"),
@@ -157,36 +159,37 @@ ARGUMENTS: dict[str, Row] = {
 
 
 def of_experts(name: str) -> bool:
-    """Whether a setting has to do with experts, by its name."""
+    """Return whether a setting is about experts, based on its name."""
     return _OF_EXPERTS.search(name) is not None
 
 
 def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """The settings of one class, in the order of the table."""
+    """Return the settings of one class, in the order of the table."""
     return [name for name, row in rows.items() if row.by is by]
 
 
 def without_row(found: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Those names that have to do with experts and are in no row, nor a newer name of one."""
+    """Return the names of settings about experts that have no row, not even under an older name."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in found if of_experts(name) and name not in known)
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
-    """`ValueError` for the first setting whose row refuses its value.
+    """Raise a `ValueError` for the first setting with a value that its row refuses.
 
     values: a `TransformerConfig`, or an object with the script's arguments.
     """
     for name in names(By.REFUSED, rows):
         value, row = setting(values, name), rows[name]
         if not row.takes(value):
-            raise ValueError(f"{name}={short(value)} is not supported by moe-plugin's MoE layer: "
-                             f"must be {short((row.taken or OFF)[-1])}; {row.words}")
+            raise ValueError(f"{name}={short(value)} is not supported by moe-plugin's MoE layer. "
+                             f"It must be {short((row.taken or OFF)[-1])}; {row.words}")
 
 
 def refuse_unknown(native: Any) -> None:
-    """`ValueError` for a setting of experts that no row knows and that is not at its default: our
-    layer would ignore it without a word.
+    """Raise a `ValueError` for a setting about experts without a row that is not at its default.
+
+    Our layer would otherwise silently ignore the setting.
     """
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
@@ -196,17 +199,17 @@ def refuse_unknown(native: Any) -> None:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Of a field; `dataclasses.MISSING`: it has none."""
+    """Return the default of a field, or `dataclasses.MISSING` without a default."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
 
 def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """The same for arguments of Megatron's own script.
+    """Raise a `ValueError` for an unknown argument about experts of Megatron's own script.
 
     Args:
-        defaults: by name, of those of Megatron's arguments that differ from them.
-        given: all.
+        defaults: defaults, by name, of Megatron's arguments that differ from their defaults.
+        given: all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
         raise _unknown(name, given[name], defaults[name])
@@ -214,12 +217,12 @@ def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, An
 
 def _unknown(name: str, value: Any, default: Any) -> ValueError:
     return ValueError(
-        f"{name}={short(value)} is unknown to moe-plugin, whose MoE layer would ignore it: must be "
-        f"{short(default)}, its default; leave it out, or use a newer moe-plugin")
+        f"{name}={short(value)} is unknown to moe-plugin, and its MoE layer would ignore the "
+        f"setting. Leave it out (the default is {short(default)}), or use a newer moe-plugin.")
 
 
 def router_reasons(native: Any) -> Iterable[str]:
-    """Settings, as name=value, that only Megatron's own router knows."""
+    """Yield the settings, as name=value, that only Megatron's own router supports."""
     for name in names(By.ROUTER):
         value, row = setting(native, name), FIELDS[name]
         if value is not None and not row.takes(value):
@@ -227,7 +230,7 @@ def router_reasons(native: Any) -> Iterable[str]:
 
 
 def without_effect(native: Any) -> list[str]:
-    """Settings, as name=value, that have no effect and are not at their defaults."""
+    """Return the settings, as name=value, that have no effect and are not at their defaults."""
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]

@@ -1,7 +1,7 @@
-"""A run's features look at gradients where Megatron prepares them, versions 0.15 to 0.19.
+"""Checks of gradients by a run's features when Megatron prepares them, versions 0.15 to 0.19.
 
-Megatron skips steps whose gradients are not finite under fp16 only, where its loss scaler looks at
-the gradients; in fp32 and bf16 one NaN reaches the weights of every rank.
+Megatron skips steps with gradients that are not finite only under fp16, where its loss scaler
+checks the gradients. In fp32 and bf16 a single NaN would spread to the weights of every rank.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class PreparedGradients:
-    """Takes the place of an optimizer's `prepare_grads`: True, which skips the step, where a
-    feature of the run leaves it out.
+    """Replacement for an optimizer's `prepare_grads`.
+
+    The replacement returns True, which skips the step, if a feature of the run skips it.
 
     Args:
-        optimizer: Megatron's outermost optimizer; its `step` then skips.
-        run: as it is in each step.
+        optimizer: Megatron's outermost optimizer; its `step` calls the replacement.
+        run: function that returns the current run.
 
-    Attributes: `loss_is_finite`: set it to False before a step to skip that step.
+    Attributes:
+        loss_is_finite: set to False before a step to skip that step.
     """
 
     def __init__(self, optimizer: Any, run: Callable[[], Run]) -> None:
@@ -47,7 +49,7 @@ class PreparedGradients:
         self._update_scale = _share_scaler(optimizer)
 
     def __call__(self) -> bool:
-        """Prepare the gradients; a collective call of all ranks.
+        """Prepare the gradients. This is a collective call of all ranks.
 
         Raises:
             FloatingPointError: see `FiniteSteps`.
@@ -57,7 +59,7 @@ class PreparedGradients:
 
         def finite() -> bool:
             here = bad or not all_finite(self.gradients())
-            votes = run.find(StepVotes)  # then no single rank decides for all
+            votes = run.find(StepVotes)  # with votes a single rank cannot decide for all
             found = any_rank(here, self.comm) if votes is None else votes.ballots.most_say(here)
             self._update_scale(found)
             return not found
@@ -72,7 +74,7 @@ class PreparedGradients:
         return False
 
     def gradients(self) -> Iterable[Tensor]:
-        """Those that the optimizer's parts on this rank step with."""
+        """Yield the gradients with which the optimizer's parts on this rank make a step."""
         for part in parts(self.optimizer):
             if part.optimizer is None:  # a rank without parameters of this kind
                 continue
@@ -85,11 +87,12 @@ class PreparedGradients:
 
 
 def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
-    """Give the optimizers of a chain one loss scaler; returns its update, to be called once a step.
+    """Make the optimizers of a chain share one loss scaler and return its update function.
 
-    0.15 to 0.19: each has a dynamic scaler of its own, which follows its own gradients. Where only
-    experts overflow, theirs falls and the loss is still scaled by the first one, so that every
-    later gradient of an expert is wrong by a factor.
+    The function must be called once per step. In 0.15 to 0.19 each optimizer has a separate dynamic
+    scaler, which follows only its own gradients. If only experts overflow, only their scale falls,
+    but the loss is still multiplied by the first scale. Then all later gradients of experts are
+    wrong by a factor.
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:
@@ -102,17 +105,20 @@ def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
 
 
 def _scale_falls(part: Any) -> bool:
-    # only the mixed-precision optimizers have a scaler, only the dynamic one has a smallest scale
+    # only mixed-precision optimizers have a scaler, and only a dynamic scaler has a smallest scale
     scaler = getattr(part, "grad_scaler", None)
     smallest = getattr(scaler, "min_scale", None)
     return smallest is not None and bool(scaler.scale > smallest)
 
 
 def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
-    """Give every optimizer of Megatron its `PreparedGradients` at its first step, for scripts that
-    build their own; stays for the life of the process.
+    """Give every Megatron optimizer a `PreparedGradients` at its first step, for the rest of the
+    process.
 
-    run: as it is in each step; None: one that skips steps which are not finite.
+    This supports scripts that build their own optimizers.
+
+    run: function that returns the current run. Defaults to a run that skips steps that are not
+        finite.
     """
     from megatron.core.optimizer import optimizer
 
@@ -134,16 +140,19 @@ def _guarded(step: Callable[[Any], Any], run: Callable[[], Run]) -> Callable[[An
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """True where every element of the floating-point tensors is finite; one pass, one wait."""
+    """Return whether every element of the floating-point tensors is finite, with one
+    synchronization.
+    """
     found = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not found:
         return True
-    largest = torch._foreach_norm(found, float("inf"))  # a NaN stays one, nothing overflows
-    # optimizers keep some numbers on the host
+    # the infinity norm propagates NaN and cannot overflow
+    largest = torch._foreach_norm(found, float("inf"))
+    # moved to one device, because optimizers store some numbers on the host
     where = largest[0].device
     return bool(torch.stack([value.float().to(where) for value in largest]).isfinite().all())
 
 
 def any_rank(here: bool, comm: Comm) -> bool:
-    """True on all ranks of `comm` where it is on one; a collective call."""
+    """Return True on all ranks of `comm` if `here` is True on any rank. A collective call."""
     return bool(comm.all_reduce(torch.tensor(float(here), device=comm.device), "max"))

@@ -1,8 +1,8 @@
-"""The stack of Megatron's hybrid models (`HybridModel`, 0.18 and 0.19), which has a layer for each
-symbol of `--hybrid-layer-pattern`.
+"""The stack of Megatron's hybrid models (`HybridModel`, 0.18 and 0.19).
 
-Megatron's own spec needs Transformer Engine. Without it the stack here is of the modules of
-Megatron's local GPT layers, whose parameters have the same names.
+A hybrid model has one layer for each symbol of `--hybrid-layer-pattern`. Megatron's own spec needs
+Transformer Engine. Without Transformer Engine the stack is built from the modules of Megatron's
+local GPT layers, which use the same parameter names.
 
 | symbol | layer | without Transformer Engine |
 |---|---|---|
@@ -40,28 +40,29 @@ _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": Identi
 
 
 def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> ModuleSpec:
-    """What a hybrid model is built of, with Megatron's own MoE layer.
+    """Return the spec from which a hybrid model is built, with Megatron's own MoE layer.
 
     Args:
         config: `TransformerConfig`.
-        pattern: symbols of layers.
-        transformer_engine: None: where it is installed.
+        pattern: symbols of the layers.
+        transformer_engine: whether to use Transformer Engine, which is by default used if it is
+            installed.
     Raises:
-        ValueError: a layer of the pattern cannot be built here; it names the remedy.
+        ValueError: a layer of the pattern cannot be built. The message contains the remedy.
     """
     if "E" in pattern and not config.num_moe_experts:
-        raise ValueError(f"hybrid_layer_pattern={pattern!r} has E, layers of experts, and "
-                         "num_moe_experts is not set: must be >= 1; set --num-experts")
+        raise ValueError(f"hybrid_layer_pattern={pattern!r} contains layers of experts (E), but "
+                         "num_moe_experts is not set. Set --num-experts.")
     engine = core.with_engine(transformer_engine)
     if not engine:
         _refuse(pattern, set(pattern) - {*_LOCAL, *_SEPARATORS},
-                "need Transformer Engine: must be of *, - and E without it; install "
-                "transformer-engine and leave out --transformer-impl local")
+                "need Transformer Engine. Install transformer-engine and leave out "
+                "--transformer-impl local, or use only *, - and E.")
         return _local_spec(config)
     missing = [name for name in _FOR_MAMBA if importlib.util.find_spec(name) is None]
     _refuse(pattern, {"M"} & set(pattern if missing else ""),
-            f"need {', '.join(missing)}: pip install mamba-ssm causal-conv1d einops, on a machine "
-            "with a GPU")
+            f"need {', '.join(missing)}. Run pip install mamba-ssm causal-conv1d einops on a "
+            "machine with a GPU.")
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     spec: ModuleSpec = hybrid_stack_spec
@@ -69,12 +70,13 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
 
 
 def mend_loss_log() -> None:
-    """Let pipeline stages without experts log auxiliary losses in as many places as the others,
-    and the log be a mean over all layers of experts.
+    """Make the auxiliary losses of all pipeline stages have the same size, and average over MoE
+    layers.
 
-    0.18, 0.19: Megatron gives the former one for each layer of experts, and the others one for each
-    layer; the sum over stages then waits forever, or is wrong. What it divides by are layers of
-    experts by `moe_layer_freq`, which a hybrid model does not have, and predictions once more.
+    In 0.18 and 0.19 stages without experts log one value per MoE layer, but the other stages log
+    one value per layer. The sum over stages then hangs or is wrong. Megatron also divides by the
+    number of MoE layers according to `moe_layer_freq`, which a hybrid model does not use, and
+    counts predictions twice.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):
@@ -101,13 +103,14 @@ def mend_loss_log() -> None:
 
 def _refuse(pattern: str, symbols: set[str], why: str) -> None:
     if symbols:
-        raise ValueError(f"hybrid_layer_pattern={short(pattern)} has the layers "
+        raise ValueError(f"hybrid_layer_pattern={short(pattern)} contains the layers "
                          f"{' '.join(sorted(symbols))}, which {why}")
 
 
 class LocalStack(HybridStack):
-    """A hybrid stack whose last norm is one of `norm(config, hidden_size, eps)`, in place of
-    Transformer Engine's, which Megatron's has whatever its spec says.
+    """A hybrid stack that builds its final norm with `norm(config, hidden_size, eps)`.
+
+    Megatron's own stack always uses Transformer Engine's norm, even if the spec names another norm.
     """
 
     def __init__(self, *args: Any, norm: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:

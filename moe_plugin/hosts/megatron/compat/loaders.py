@@ -1,4 +1,4 @@
-"""Data loaders and data sets of Megatron's training code, versions 0.15 to 0.19."""
+"""Data loaders and datasets of Megatron's training code, versions 0.15 to 0.19."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 
 def refuse_empty_splits() -> None:
-    """Let a data set without a document end in a `ValueError`; where no sample of it is asked for,
-    it is empty. Stays for the life of the process.
+    """Make a dataset without documents raise a `ValueError`, for the rest of the process.
 
-    0.15 to 0.19: it is counted over and over, until it has enough samples: forever.
+    If no sample of the dataset is requested, the dataset is empty and no error is raised. Versions
+    0.15 to 0.19 would otherwise count the documents in an endless loop, until there are enough
+    samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
     native = datasets.GPTDataset._get_num_epochs
@@ -24,25 +25,27 @@ def refuse_empty_splits() -> None:
         if self.num_samples:
             raise ValueError(
                 f"split={self.config.split!r} leaves no document for the {self.index_split.name} "
-                "set, because whole documents are split: give more documents (blank lines end "
-                "them), another --split, or --eval-iters 0")
+                "set, because only whole documents are assigned. Provide more documents (separated "
+                "by blank lines), or use another --split or --eval-iters 0.")
         return 1
 
     datasets.GPTDataset._get_num_epochs = number
 
 
 def split_of(dataset: Any) -> str | None:
-    """Name of the split that a data set is of; None: it does not say."""
+    """Return the name of a dataset's split, or None if the dataset has no name."""
     split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
     return getattr(split, "name", None)
 
 
 @contextmanager
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
-    """Inside, `build_pretraining_data_loader` gives every rank the micro-batches of all ranks, by
-    turns, of a training set: for steps in which each rank computes what others have, too.
+    """Make `build_pretraining_data_loader` return the micro-batches of all ranks inside the block.
 
-    0.15 to 0.19: the function asks `parallel_state` for this rank and their number.
+    Every rank receives all ranks' micro-batches of a training set, in an order that alternates
+    between the ranks. This is needed in steps in which several ranks compute the same
+    micro-batches. Versions 0.15 to 0.19 read the rank and the number of ranks from
+    `parallel_state`.
     """
     if split_of(dataset) not in (None, "train"):
         yield
@@ -50,9 +53,8 @@ def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     module = vars(sys.modules[build.__module__])
     if "mpu" not in module:
         raise ValueError(
-            f"{build.__module__} takes ranks from elsewhere than in megatron-core 0.15 to 0.19: "
-            "install one of these, or leave out steps in which ranks compute what others have "
-            "(guard.votes)")
+            f"{build.__module__} does not read ranks in the same way as in megatron-core 0.15 to "
+            "0.19. Install one of these versions, or leave out guard.votes.")
     native, module["mpu"] = module["mpu"], _OneRank(module["mpu"])
     try:
         yield

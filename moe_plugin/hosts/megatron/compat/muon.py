@@ -1,10 +1,10 @@
-"""Megatron's Muon (`--optimizer muon`, `dist_muon`) with stacks of experts' weights; versions 0.18
-to main, with the package `emerging_optimizers`.
+"""Support for stacks of expert weights in Megatron's Muon (`--optimizer muon`, `dist_muon`).
 
-Megatron orthogonalizes parameters that are matrices and gives all others to Adam. Its experts are
-matrices; ours are stacks of them, in which it would see none. `prepare` teaches it: the same
-function makes the same update of each expert's matrix (`experts.matrices`), and biases, stacks of
-vectors, stay with Adam.
+Supports versions 0.18 to main with the package `emerging_optimizers`. Megatron orthogonalizes
+parameters that are matrices and uses Adam for all other parameters. Megatron's expert weights are
+matrices, but ours are stacks of matrices, which Megatron would not recognise. The function
+`prepare` changes Megatron so that the same algorithm updates the matrix of each expert
+(`experts.matrices`). Biases, which are stacks of vectors, still use Adam.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from moe_plugin.hosts.megatron.compat.optimizer import is_vector
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.utils.messages import short
 
-# whose updates of a stack are those of its matrices: by our orthogonalization, or by element
+# optimizers that update each matrix of a stack separately: by our orthogonalization or elementwise
 FOLLOWED = ("muon", "dist_muon", "lion")
 _SINCE = "megatron-core 0.18 or newer"
 
 
 def prepare(experts: nn.Module, shards: int) -> None:
-    """Let Megatron's optimizers treat these experts' weights as it treats its own experts'.
+    """Make Megatron's optimizers treat these experts' weights like the weights of its own experts.
 
-    shards: into which each expert is cut.
+    shards: number of shards into which each expert is split.
     Raises:
-        ValueError: the script's `--optimizer` is Muon, and this Megatron has none, or none that
-            can be taught.
+        ValueError: the script's `--optimizer` is Muon, and this Megatron version does not include
+            Muon or cannot be extended.
     """
     mark_matrices(experts, shards)
     name = str(script_arguments().get("optimizer", ""))
@@ -43,23 +43,25 @@ def prepare(experts: nn.Module, shards: int) -> None:
         module = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
     except ModuleNotFoundError:
         if "muon" in name:
-            raise ValueError(f"--optimizer {name} with moe-plugin's experts needs {_SINCE}: older "
-                             "ones give Adam what is no matrix; use --optimizer adam") from None
+            raise ValueError(f"--optimizer {name} with moe-plugin's experts needs {_SINCE}, "
+                             "because older versions use Adam for stacks of matrices. Use "
+                             "--optimizer adam.") from None
         return
     if module.HAVE_EMERGING_OPTIMIZERS:
         _teach(module)
     elif "muon" in name:
-        raise ValueError(f"--optimizer {name} needs the package emerging-optimizers, of Python "
-                         "3.12 or newer: pip install emerging-optimizers; or use --optimizer adam")
+        raise ValueError(f"--optimizer {name} needs the package emerging-optimizers, which "
+                         "requires Python 3.12 or newer. Run pip install emerging-optimizers, or "
+                         "use --optimizer adam.")
 
 
 @functools.cache
 def _teach(module: ModuleType) -> None:
-    """Once for the life of the process."""
+    """Extend Megatron's optimizers once, for the rest of the process."""
     core = importlib.import_module("megatron.core.optimizer")
     layer_wise = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
     attributes = importlib.import_module("megatron.core.tensor_parallel.layers")
-    # what copies of parameters in float32 get of them
+    # attributes that Megatron copies to the float32 copies of parameters
     attributes._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[MARK] = None
     for entry in module._EMERGING_OPTIMIZERS.values():
         entry.default_param_overrides = {
@@ -78,7 +80,7 @@ def _teach(module: ModuleType) -> None:
 
 
 def _with_stacks(key: Any) -> Any:
-    """A `ParamKey` of parameters that are not matrices, without our stacks of them."""
+    """Return a `ParamKey` for parameters that are not matrices, without our stacks of matrices."""
 
     def added(predicate: Any) -> Any:
         return replace(predicate, fn=lambda p: is_vector(p) or (
@@ -91,31 +93,31 @@ def _with_stacks(key: Any) -> Any:
 
 
 def _expert_muon(base: type[Any]) -> type[Any]:
-    """Megatron's Muon, which knows stacks, too."""
+    """Return a subclass of Megatron's Muon that supports stacks of matrices."""
 
     class ExpertMuon(base):
 
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(params, *args, **kwargs)
-            # parts of matrices by their stack: parameter, momentum and learning rate of each
+            # parts of matrices by their stack: (parameter, momentum, learning rate) of each part
             self._parts: dict[Any, dict[int, tuple[Tensor, Tensor, float]]] = {}
             marks = [part_of(p) for group in self.param_groups for p in group["params"]]
             cut = max((mark.stack.shards for mark in marks if mark is not None), default=1)
             if cut > 1 and self.tp_mode != "blockwise":
                 raise ValueError(
-                    f"muon_tp_mode={short(self.tp_mode)} does not fit experts that are cut into "
-                    f"{cut} shards: must be 'blockwise'; use --muon-tp-mode blockwise, or as many "
-                    "experts as ranks hold them")
+                    f"muon_tp_mode={short(self.tp_mode)} cannot be used with experts that are "
+                    f"split into {cut} shards. Use --muon-tp-mode blockwise, or at least as many "
+                    "experts as expert-parallel ranks.")
 
         def orthogonalize(self, p: Tensor, grad: Tensor, **group: Any) -> Tensor:
-            """The update of p, [L, in, out] of experts' weights."""
+            """Return the update of p, expert weights [L, in, out]."""
             mark = part_of(p)
             if mark is None:
                 return super().orthogonalize(p, grad, **group)
             parts = self._parts.setdefault(mark.stack, {})
             parts[mark.number] = p, grad, group["lr"]
             if len(parts) < mark.stack.parts:
-                return grad.new_zeros(())  # with the last part
+                return grad.new_zeros(())  # the update is made when the last part arrives
             del self._parts[mark.stack]
             momenta = [parts[number][1] for number in sorted(parts)]
             updates = from_matrices([self.scaled_orthogonalize_fn(matrix, None, None)
@@ -128,18 +130,18 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            """See Megatron's; all parts of a matrix are in one optimizer."""
+            """Make a step, see Megatron. All parts of a matrix must be in the same optimizer."""
             done = super().step(closure)
             if self._parts:
-                raise RuntimeError("Muon has a part of an expert's matrix alone: its parameters "
-                                   "were shared out one by one")
+                raise RuntimeError("Muon received only a part of an expert's matrix, because the "
+                                   "parameters of the matrix were assigned to different ranks")
             return done
 
     return ExpertMuon
 
 
 class _Together:
-    """Several parameters that a layout keeps next to each other."""
+    """Several parameters that a layout must place next to each other."""
 
     def __init__(self, members: Sequence[Tensor], aligned: Callable[[int], int]) -> None:
         self.members, self.aligned = members, aligned
@@ -148,18 +150,22 @@ class _Together:
         self.data = SimpleNamespace(nelement=lambda: size)
 
     def dim(self) -> int:
-        """As that of each: main asks, to estimate the cost of a matrix."""
+        """Return the number of dimensions of each parameter; Megatron's main branch needs the
+        number.
+        """
         return self.members[0].dim()
 
     def places(self, start: int, bucket: int) -> Iterable[tuple[Tensor, tuple[int, int, int]]]:
-        """Where each is in the buffer, from `start`: first and last number, bucket."""
+        """Yield each parameter with its place in the buffer: first index, end index and bucket."""
         for each in self.members:
             yield each, (start, start + each.numel(), bucket)
             start = self.aligned(start + each.numel())
 
 
 def _stacks_together(layout: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a layout of parameters on data-parallel ranks: all parts of a matrix on one rank."""
+    """Wrap a layout of parameters so that all parts of a matrix are on the same data-parallel
+    rank.
+    """
     aligned = importlib.import_module("megatron.core.optimizer.param_layout").pad_param_start
 
     @functools.wraps(layout)
@@ -188,9 +194,9 @@ def _stacks_whole(share: Callable[..., Any]) -> Callable[..., Any]:
                  for p in group["params"]]
         if expert_world > 1 and any(mark and mark.stack.parts > 1 for mark in marks):
             raise ValueError(
-                f"use_layer_wise_param_layout=False with gated experts on {expert_world} replicas: "
-                "it gives the two weights of a matrix to two ranks; leave out "
-                "--no-use-layer-wise-param-layout")
+                f"use_layer_wise_param_layout=False cannot be used with gated experts on "
+                f"{expert_world} replicas, because it assigns the two weights of a matrix to "
+                "different ranks. Leave out --no-use-layer-wise-param-layout.")
         return share(self, optimizers, world, expert_world)
 
     return call
@@ -204,8 +210,8 @@ def _refused(build: Callable[..., Any]) -> Callable[..., Any]:
         if marked and config.optimizer not in FOLLOWED:
             raise ValueError(
                 f"optimizer={short(config.optimizer)} is not supported with moe-plugin's experts, "
-                f"whose weights are stacks of matrices: must be adam, sgd, {', '.join(FOLLOWED)}; "
-                "use --optimizer muon or adam")
+                "because their weights are stacks of matrices. Use one of adam, sgd, "
+                f"{', '.join(FOLLOWED)}.")
         return build(config, model_chunks, *args, **kwargs)
 
     return call

@@ -1,8 +1,10 @@
-"""Names of Megatron-core that are not stable, imported when they are asked for: one that moves in a
-new version is one line here. Versions 0.15 to 0.19 have all of them in the same places.
+"""Unstable names of Megatron-core, imported on first use.
 
-Others import `parallel_state`, `tensor_parallel` and `dist_checkpointing` from Megatron-core
-themselves, and nothing else (`tests/packaging/test_host_names.py`).
+If a name moves in a new version, only one line of this module changes. Versions 0.15 to 0.19 define
+all names in the same places.
+
+Other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing` directly
+from Megatron-core (`tests/packaging/test_host_names.py`).
 """
 
 from __future__ import annotations
@@ -41,5 +43,5 @@ def __getattr__(name: str) -> Any:
     if name in MODULES:
         return importlib.import_module(f"megatron.core.{MODULES[name]}")
     if name not in PLACE_OF:
-        raise AttributeError(f"{__name__} has no {name!r}; add it to its table")
+        raise AttributeError(f"Module {__name__} has no name {name!r}. Add it to the table there.")
     return vars(importlib.import_module(f"megatron.core.{PLACE_OF[name]}"))[name]

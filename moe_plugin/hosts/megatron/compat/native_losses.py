@@ -1,12 +1,14 @@
-"""Megatron's own router under `calculate_per_token_loss`, versions 0.15 to 0.19.
+"""Correct weights for the losses of Megatron's own router under `calculate_per_token_loss`.
+
+Versions 0.15 to 0.19 weight these losses as follows:
 
 | loss | 0.15 to 0.18 | 0.19 |
 |---|---|---|
-| each loss, where tensor- and context-parallel ranks share N tokens | weighed by a rank's own | N |
-| sequence loss, B sequences | weighed by the tokens of one of them | of all B |
+| any loss, if tensor- and context-parallel ranks share N tokens | by the rank's own tokens | by N |
+| sequence loss of B sequences | by the tokens of one sequence | by the tokens of all B |
 
-Right is what one rank with all tokens computes: each loss weighed by all tokens of the micro-batch
-that are not padding.
+The correct result is the result of a single rank with all tokens: each loss is weighted by all
+tokens of the micro-batch that are not padding.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ Count = int | Tensor
 
 @contextlib.contextmanager
 def logged_losses() -> Iterator[dict[str, Tensor]]:
-    """Inside, the dict gets the raw losses that Megatron's router logs, by their names in its log.
+    """Yield a dict that receives the raw losses logged by Megatron's router inside the block.
 
-    Versions since 0.18 log by a tracker, earlier ones by a function.
+    The keys are the names in Megatron's log. From 0.18 on Megatron logs with a tracker object, and
+    earlier versions log with a function.
     """
     tracked = hasattr(router_module, "get_moe_metrics_tracker")
     seam = "get_moe_metrics_tracker" if tracked else "save_to_aux_losses_tracker"
@@ -47,25 +50,27 @@ def logged_losses() -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -> Iterator[None]:
-    """Inside, the losses of a call of this router are weighed so in every version; logged values
-    stay as they are.
+    """Weight the losses of a call of this router by all tokens inside the block, in every version.
+
+    The logged values are not changed.
 
     Args:
         router: Megatron's `TopKRouter`.
-        own: tokens of this rank without padding.
-        every: of all ranks that share the micro-batch.
-        ranks: how many these are.
+        own: number of this rank's tokens without padding.
+        every: number of tokens of all ranks that share the micro-batch.
+        ranks: number of these ranks.
     """
     own, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (own, every))
     attach: Any = router.attach_and_log_load_balancing_loss
 
     def weighed(activation: Tensor, coefficient: float, loss: Tensor, *args: Any,
                 **kwargs: Any) -> Tensor:
-        # it logs loss / coefficient
+        # both are multiplied, because the function logs loss / coefficient
         return attach(activation, coefficient * every, loss * every, *args, **kwargs)
 
     config = copy.copy(router.config)
-    if config.moe_z_loss_coeff is not None:  # it takes the mean of each rank's own, over ranks
+    # the router averages each rank's own z loss over the ranks
+    if config.moe_z_loss_coeff is not None:
         config.moe_z_loss_coeff = config.moe_z_loss_coeff * own * ranks
     inside = {"attach_and_log_load_balancing_loss": weighed, "config": config,
               "calculate_per_token_loss": False}

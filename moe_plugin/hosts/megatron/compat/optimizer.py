@@ -1,4 +1,4 @@
-"""Megatron's optimizers: torch's fused Adam, checkpoints; versions 0.15 to 0.19."""
+"""Support for Megatron's optimizers: torch's fused Adam and checkpoints; versions 0.15 to 0.19."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """Whether Megatron's optimizers are to take a parameter for a vector; experts' biases are
-    stacks of vectors.
+    """Return whether Megatron's optimizers must treat a parameter as a vector.
+
+    Experts' biases are stacks of vectors and are treated as vectors.
     """
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Whether this rank's part of a parameter counts in the gradient norm: no other tensor-parallel
-    rank counts the same one.
+    """Return whether this rank's part of a parameter counts in the gradient norm.
+
+    A part that several tensor-parallel ranks store counts only on one of these ranks.
     """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
@@ -37,7 +39,7 @@ def counts_in_norm(parameter: Tensor) -> bool:
 
 
 def scaler_of(args: argparse.Namespace) -> Any:
-    """What scales the loss of a run of 16 bits, as Megatron makes it; None: nothing does."""
+    """Return the loss scaler of a 16-bit run, as Megatron creates it, or None without a scaler."""
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
     if (args.fp16 or args.bf16) and args.loss_scale:
@@ -49,9 +51,9 @@ def scaler_of(args: argparse.Namespace) -> Any:
 
 
 class _WithVectors:
-    """A part of a model with vectors in place of experts' biases, as Megatron's own experts have.
+    """A model chunk with vectors in place of experts' biases, as in Megatron's own experts.
 
-    stacks: gets the bias that each stands for.
+    stacks: receives the bias that each vector represents.
     """
 
     def __init__(self, chunk: Any, stacks: dict[Tensor, Tensor]) -> None:
@@ -61,7 +63,7 @@ class _WithVectors:
         return getattr(self._chunk, name)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See torch's."""
+        """Yield names and parameters like torch's `named_parameters`."""
         for name, parameter in self._chunk.named_parameters():
             if is_vector(parameter) and parameter.dim() > 1:
                 vector = nn.Parameter(parameter.detach()[0], parameter.requires_grad)
@@ -74,11 +76,13 @@ class _WithVectors:
 
 @functools.cache
 def biases_are_vectors() -> None:
-    """Let Megatron's optimizers choose for experts' biases, stacks of vectors, what they choose for
-    its own experts': no weight decay, rates of learning that do not follow the model's width
-    (`--use-mup`); stays for the life of the process.
+    """Make Megatron's optimizers treat our experts' biases like the biases of Megatron's own
+    experts.
 
-    0.15 to main: parameters are chosen for by their names and numbers of axes.
+    Our biases are stacks of vectors. After this call the biases get no weight decay, and learning
+    rates that do not follow the model's width (`--use-mup`). The change remains for the rest of the
+    process. Versions 0.15 to main choose options by the names and numbers of dimensions of
+    parameters.
     """
     core = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -95,30 +99,32 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain; 0.15 to 0.19 chain only where there is more than one."""
+    """Return the optimizers of a chain; 0.15 to 0.19 build a chain only for several optimizers."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """This rank's gradients that count in the norm; 0.19 has another name for them."""
+    """Return this rank's gradients that count in the norm. Megatron 0.19 has renamed the method."""
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Let `norm` be the gradients' norm, and an overflow on one rank one on all.
+    """Make an optimizer use `norm` as gradient norm, and share an overflow between all ranks.
 
-    0.19 asks all ranks of a group for parameters of multi-token prediction, which have a norm of
-    their own; such models have no stages of unequal layout.
+    0.19 asks all ranks of a group for parameters of multi-token prediction, which have a separate
+    norm. Models with multi-token prediction cannot have stages of different layouts.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
-    for part in parts(optimizer):  # as many on every rank
+    for part in parts(optimizer):  # the number of parts is the same on every rank
         part.get_grad_stats_parallel_group = lambda: dist.group.WORLD
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """How optimizer state is laid out in a checkpoint: so that it loads at any parallel sizes."""
+    """Return a layout of optimizer state in checkpoints that can be loaded at any parallel
+    sizes.
+    """
     return {
         "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True
@@ -136,28 +142,28 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 
 
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
-    """Let the Adams of torch in Megatron's optimizer use torch's fused kernels, or not; also after
-    a checkpoint of the other kind is loaded.
+    """Turn torch's fused kernels on or off in the torch Adams of Megatron's optimizer.
 
-    0.15 to 0.19 use torch's AdamW without Apex and Transformer Engine, and never fuse it.
+    The choice is retained when a checkpoint of the other kind is loaded. Versions 0.15 to 0.19 use
+    torch's AdamW without Apex and Transformer Engine, and never use its fused kernels.
 
     Raises:
-        ValueError: fused, and the optimizer is not Adam.
+        ValueError: `fused` is True and the optimizer is not Adam.
     """
     inner = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
     if fused and any(isinstance(other, torch.optim.SGD) for other in inner):
-        raise ValueError("--moe-fused-adam needs --optimizer adam; leave it out with sgd")
+        raise ValueError("--moe-fused-adam needs --optimizer adam. Leave it out with sgd.")
     of_torch = [adam for adam in inner if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))]
     for adam in of_torch:
         _set_fused(adam, fused)
-        # torch takes this setting from the file that it loads
+        # torch overwrites this setting with the value in the loaded file
         adam.register_load_state_dict_post_hook(functools.partial(_set_fused, fused=fused))
         if fused:
             adam.register_step_pre_hook(_match_strides)
     if fused:
         names = ", ".join(sorted({type(adam).__name__ for adam in inner}))
         logger.info("%s: %s", names,
-                    "torch's fused kernels" if of_torch else "fused already, without our flag")
+                    "using torch's fused kernels" if of_torch else "already fused without our flag")
 
 
 def _set_fused(adam: torch.optim.Optimizer, fused: bool) -> None:
@@ -165,24 +171,25 @@ def _set_fused(adam: torch.optim.Optimizer, fused: bool) -> None:
         group["fused"] = fused or None
         for parameter in group["params"]:
             state = adam.state.get(parameter, {})
-            if "step" in state:  # fused kernels read it on the parameter's device
+            if "step" in state:  # fused kernels read the step on the parameter's device
                 device = parameter.device if fused else torch.device("cpu")
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(device)
 
 
 def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
-    # torch's kernels for CPUs read both in the order of memory, whatever the strides
+    # torch's CPU kernels read parameter and gradient in memory order and ignore strides
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
 def float32_parameters_first() -> None:
-    """Let a distributed optimizer save groups that hold float32 and 16-bit parameters.
+    """Make a distributed optimizer save groups that contain both float32 and 16-bit parameters
+    correctly.
 
-    0.15 to 0.19 number a group's parameters in the order of the gradient buffers and give them to
-    the optimizer with the float32 ones first; a checkpoint then takes one parameter's state for
-    another's. Calling it again does nothing.
+    Versions 0.15 to 0.19 number a group's parameters in the order of the gradient buffers, but pass
+    the float32 parameters to the optimizer first. As a result a checkpoint confuses the states of
+    parameters. A second call does nothing.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -202,10 +209,10 @@ def float32_parameters_first() -> None:
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Give a distributed optimizer the empty state that its checkpoint is loaded into.
+    """Create the empty state of a distributed optimizer into which its checkpoint is loaded.
 
-    0.15 to 0.19: without Apex and Transformer Engine it reads the step number from that state, also
-    before loading; and for SGD it calls a function that is not there.
+    Without Apex and Transformer Engine, versions 0.15 to 0.19 read the step number from this state
+    even before loading. For SGD these versions call a function that does not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
@@ -222,7 +229,7 @@ def prepare_optimizer_for_load(optimizer: Any) -> None:
 
 
 def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
-    """What a checkpoint of SGD is loaded into."""
+    """Create the empty state into which a checkpoint of SGD is loaded."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -235,8 +242,10 @@ def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
 
 
 def _complete_groups(optimizer: Any, state: Any) -> None:
-    """0.19 finds saved parameter groups by their learning rates, too, which those of older versions
-    and of other programs do not state: there they are the run's own.
+    """Add missing identifiers to saved parameter groups.
+
+    0.19 also identifies saved parameter groups by their learning rates. Groups that older versions
+    and other programs have saved lack these values, so the run's own values are used.
     """
     from megatron.core.optimizer import optimizer as core
 
@@ -253,7 +262,7 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """Parameter groups of a chain's state, or of one optimizer's, at whatever depth."""
+    """Yield the parameter groups in the state of an optimizer or of a chain, at any depth."""
     if isinstance(state, dict):
         for name, value in state.items():
             if name == "param_groups":
@@ -267,10 +276,12 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
-    """0.15 to 0.19: the distributed optimizer sets the step from the common state and then looks
-    for it among each parameter's tensors, where no checkpoint has it: it is kept out of sight
-    meanwhile. It also gives one and the same step tensor to all parameters, which torch's Adam then
-    counts up once for each of them: every parameter gets its own.
+    """Hide the step from a distributed optimizer while it loads a checkpoint.
+
+    In 0.15 to 0.19 the optimizer sets the step from the common state, and then looks for the step
+    among each parameter's tensors, which no checkpoint contains. The optimizer also assigns the
+    same step tensor to all parameters, so torch's Adam would increment the tensor once per
+    parameter. Therefore every parameter gets a separate tensor.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
@@ -285,9 +296,11 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 
 
 def mend_loading_of_all_optimizers() -> None:
-    """`prepare_optimizer_for_load` and a loading that keeps torch Adam's step number, in every
-    distributed optimizer; in all, groups that state less are found; stays for the life of the
+    """Correct the loading of checkpoints in all of Megatron's optimizers for the rest of the
     process.
+
+    Distributed optimizers call `prepare_optimizer_for_load` and retain the step number of torch's
+    Adam. All optimizers find saved parameter groups that lack identifiers.
     """
     from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
@@ -325,7 +338,7 @@ def _set_without_step(part: Any, model_param: Any, tensors: dict[str, Tensor]) -
     group, order = part.model_param_group_index_map[model_param]
     state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
     step = state.pop("step", None)
-    with torch.no_grad():  # for state by rank (dp_reshardable) Megatron leaves it on
+    with torch.no_grad():  # with dp_reshardable Megatron leaves gradients enabled
         type(part)._set_main_param_and_optimizer_states(part, model_param, tensors)
     if step is not None:
         state["step"] = step

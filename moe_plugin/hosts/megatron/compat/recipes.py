@@ -1,9 +1,10 @@
-"""Recipes of fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`), 0.15 to main: one row
-each, with the products by which our experts follow it.
+"""Recipes of fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`), 0.15 to main.
 
-What Transformer Engine computes keeps the recipe. Its definitions are those of its source, 2.0 to
-2.9 (`common/recipe/__init__.py`: `Float8BlockScaling`, `MXFP8BlockScaling`; the scales of
-`tests/pytorch/references/quantize_scale_calc.py`). Importing this imports nothing of Megatron.
+Each recipe has one row with the matrix products by which our experts follow it. Modules that
+Transformer Engine computes follow the recipe themselves. The definitions come from the source of
+Transformer Engine 2.0 to 2.9 (`common/recipe/__init__.py`: `Float8BlockScaling`,
+`MXFP8BlockScaling`; the scales of `tests/pytorch/references/quantize_scale_calc.py`). Importing
+this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from moe_plugin.utils.messages import short
 
 @dataclass(frozen=True)
 class Recipe:
-    """What our experts do under one recipe.
+    """The behaviour of our experts under one recipe.
 
     Attributes:
         products: `experts.precision` by format (`fp8`, `fp4` of `TransformerConfig`).
-        why_not: it has none; what it asks for.
-        variables: Transformer Engine's environment variables that change it, and the values that
-            do not.
+        why_not: the reason if our experts do not support the recipe.
+        variables: Transformer Engine's environment variables that change the recipe, with the
+            values that do not change it.
     """
 
     products: Mapping[str, str] = field(default_factory=dict)
@@ -41,33 +42,35 @@ RECIPES: dict[tuple[str, str], Recipe] = {
     ("fp8", "mxfp8"): Recipe({"e4m3": "mxfp8", "hybrid": "mxfp8_hybrid"}, variables=_OVERRIDE),
     ("fp8", "tensorwise"): Recipe(why_not="it rounds a whole tensor with one scale"),
     ("fp8", "delayed"): Recipe(why_not="it rounds a whole tensor with a scale of earlier steps"),
-    ("fp8", "custom"): Recipe(why_not="its quantizers are functions of Transformer Engine's"),
-    ("fp4", "nvfp4"): Recipe(why_not="it rounds by chance, after Hadamard transforms, and weights "
-                             "in squares of 16"),
-    ("fp4", "custom"): Recipe(why_not="its quantizers are functions of Transformer Engine's"),
+    ("fp8", "custom"): Recipe(why_not="its quantizers are functions of Transformer Engine"),
+    ("fp4", "nvfp4"): Recipe(why_not="it rounds stochastically after Hadamard transforms, and "
+                             "scales weights in 16 x 16 blocks"),
+    ("fp4", "custom"): Recipe(why_not="its quantizers are functions of Transformer Engine"),
 }
 _DEFAULTS = {"fp8": "delayed", "fp4": "nvfp4"}
-WIRES = {"bf16": "none", "mxfp8": "mxfp8"}  # of moe_dispatch_fwd_dtype: `comm.wire`
+WIRES = {"bf16": "none", "mxfp8": "mxfp8"}  # moe_dispatch_fwd_dtype -> `comm.wire`
 
 
 def refuse_primary_weights(native: Any) -> None:
-    """`ValueError` where Megatron keeps its weights in fp8 or fp4."""
+    """Raise a `ValueError` if Megatron stores its weights in fp8 or fp4."""
     for kind in ("fp8", "fp4"):
         if setting(native, f"{kind}_param", False):
             raise ValueError(
-                f"{kind}_param=True is not supported by moe-plugin's MoE layer, whose weights are "
-                f"in params_dtype: must be False; leave out --{kind}-param-gather")
+                f"{kind}_param=True is not supported by moe-plugin's MoE layer, which stores its "
+                f"weights in params_dtype. Leave out --{kind}-param-gather.")
 
 
 def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Our settings by which a layer follows Megatron's recipe and formats of rows; empty without.
+    """Return our settings with which a layer follows Megatron's recipe and formats of rows.
+
+    The result is empty without a recipe.
 
     Args:
         native: `TransformerConfig`.
-        given: the user's settings by dotted path, which take their place.
+        given: the user's settings by dotted path, which have priority.
     Raises:
-        ValueError: a recipe that our products do not follow; weights in fp8; formats of rows that
-            differ; it names the setting and the remedy.
+        ValueError: our products do not support the recipe, weights are stored in fp8, or the
+            formats of rows differ. The message contains the setting and the remedy.
     """
     refuse_primary_weights(native)
     found = _wires(native, given)
@@ -76,9 +79,9 @@ def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if setting(native, "quant_recipe") is not None:
         raise ValueError(
             "quant_recipe (--te-precision-config-file, --kitchen-config-file, "
-            "--kitchen-recipe-number), which names formats module by module, is not followed by "
-            "moe-plugin's experts: must be None; leave it out, or say what the experts compute in "
-            "with --moe-expert-precision (ieee: the layer's dtype)")
+            "--kitchen-recipe-number), which sets formats module by module, is not supported by "
+            "moe-plugin's experts. Leave it out, or set the precision of the experts with "
+            "--moe-expert-precision (ieee is the layer's dtype).")
     if precision := _precision(native):
         found["experts.precision"] = precision
     return found
@@ -97,21 +100,22 @@ def _products(kind: str, chosen: str, name: str) -> str:
     followed = [known for (of, known), row in RECIPES.items() if of == "fp8" and row.products]
     if chosen not in recipe.products:
         raise ValueError(
-            f"{kind}_recipe={short(name)} with {kind}={short(chosen)} is not followed by "
-            f"moe-plugin's experts: {recipe.why_not or 'another format'}; use --fp8-format e4m3 or "
-            f"hybrid with --fp8-recipe {' or '.join(followed)}, or say what the experts compute in "
-            "with --moe-expert-precision (ieee: the layer's dtype)")
+            f"{kind}_recipe={short(name)} with {kind}={short(chosen)} is not supported by "
+            "moe-plugin's experts, because "
+            f"{recipe.why_not or 'this format is not part of the recipe'}. Use --fp8-format e4m3 "
+            f"or hybrid with --fp8-recipe {' or '.join(followed)}, or set the precision of the "
+            "experts with --moe-expert-precision (ieee is the layer's dtype).")
     for variable, neutral in recipe.variables.items():
         if (value := os.environ.get(variable, neutral)) != neutral:
             raise ValueError(
                 f"{variable}={short(value)} changes {kind}_recipe={short(name)} in a way that "
-                f"moe-plugin's experts do not follow: must be {short(neutral)}; unset it, or say "
-                "what the experts compute in with --moe-expert-precision")
+                f"moe-plugin's experts do not support. Unset it or set it to {short(neutral)}, or "
+                "set the precision of the experts with --moe-expert-precision.")
     return recipe.products[chosen]
 
 
 def in_bf16(native: Any, layer_number: int) -> bool:
-    """Whether Megatron leaves a layer (1-based, of the whole model) out of its recipe."""
+    """Return whether Megatron excludes a layer (1-based, of the whole model) from its recipe."""
     if not setting(native, "first_last_layers_bf16", False):
         return False
     return not (setting(native, "num_layers_at_start_in_bf16", 1) < layer_number
@@ -120,8 +124,10 @@ def in_bf16(native: Any, layer_number: int) -> bool:
 
 def recomputed(function: Callable[..., Any], config: Any, tp_group: Any,
                *inputs: Any) -> Any:
-    """`function(*inputs)`, computed again in the backward pass; with Transformer Engine's recipes
-    by its own function, which keeps their state.
+    """Return `function(*inputs)`, which is recomputed in the backward pass.
+
+    With fp8 or fp4 recipes Transformer Engine's own function is used, because it saves the recipe's
+    state.
     """
     from megatron.core import tensor_parallel
 
@@ -141,7 +147,7 @@ def _wires(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if there != gradient or there not in WIRES:
         raise ValueError(
             f"{names[0]}={short(there)} with {names[1]}={short(gradient)} is not supported by "
-            f"moe-plugin's MoE layer, in which both travel alike: must be equal, one of "
-            f"{', '.join(WIRES)}; give both, or use --moe-wire")
+            "moe-plugin's MoE layer, which sends both in the same format. Set both to one of "
+            f"{', '.join(WIRES)}, or use --moe-wire.")
     back = {} if "comm.wire_back" in given else {"comm.wire_back": "none"}
     return {"comm.wire": WIRES[there], **back}

@@ -1,5 +1,7 @@
-"""Another expert-parallel size for groups, optimizer and gradient buffers that exist; versions 0.15
-to 0.19. Without tensor, context and pipeline parallelism, and without a distributed optimizer.
+"""Change of the expert-parallel size of existing groups, optimizers and gradient buffers.
+
+Supports versions 0.15 to 0.19 without tensor, context and pipeline parallelism and without a
+distributed optimizer.
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ from moe_plugin.hosts.megatron.compat.core import call_supported
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 
 _STATE = re.compile(r"_[A-Z_]+")
-# of a ProcessGroupCollection
+# names of the expert groups in a ProcessGroupCollection
 _OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
 
 
 def expert_groups() -> dict[str, Any]:
-    """What `parallel_state` knows of the present expert groups, by name."""
+    """Return the current expert groups and their sizes in `parallel_state`, by name."""
     return {name: value for name, value in _state().items() if "EXPERT" in name}
 
 
 def use_expert_groups(groups: Mapping[str, Any]) -> None:
-    """Make them the present ones. groups: see `expert_groups`."""
+    """Make groups the current ones; see `expert_groups`."""
     vars(ps).update(groups)
 
 
 def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """`expert_groups` of another size; the present ones stay. Collective.
+    """Create the `expert_groups` of another size without changing the current groups. Collective.
 
-    args: of the script.
+    args: arguments of the script.
     """
     before, listed = _state(), "_global_process_group_list"
     known = getattr(ps, listed, None)
@@ -49,7 +51,7 @@ def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         vars(ps).update(before)
     own = _groups(made.values())
-    for group in everything - own:  # of dense layers, which have theirs
+    for group in everything - own:  # dense layers retain their existing groups
         dist.destroy_process_group(group)
     if kept is not None:
         setattr(ps, listed, [*kept, *own])
@@ -65,7 +67,11 @@ def _groups(values: Iterable[Any]) -> set[dist.ProcessGroup]:
 
 
 def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
-    """Tell the modules of a model of its new expert groups. collection: with these groups."""
+    """Set the new expert groups in all modules of a model.
+
+    collection: a collection with the new groups.
+    size: the new expert-parallel size.
+    """
     for module in model.modules():
         config, groups = getattr(module, "config", None), getattr(module, "pg_collection", None)
         if hasattr(config, "expert_model_parallel_size"):
@@ -76,26 +82,28 @@ def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
 
 
 def rewrap(chunk: Any) -> None:
-    """Make the gradient buffers of a `DistributedDataParallel` again, for parameters and groups as
-    they are now. In place: its object stays.
+    """Recreate the gradient buffers of a `DistributedDataParallel` for its current parameters and
+    groups.
+
+    The wrapper object itself is retained.
     """
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
-    attributes = vars(new)  # its hooks see what is set in the old one from now on
+    attributes = vars(new)  # shared, so that the new hooks see changes of the old object
     attributes.update({name: value for name, value in vars(chunk).items()
                        if name not in attributes})
     object.__setattr__(chunk, "__dict__", attributes)
 
 
 def part_of(optimizer: Any, parameters: Iterable[Tensor]) -> Any:
-    """The one of a chain of optimizers that updates these parameters, or copies of them."""
+    """Return the optimizer in a chain that updates these parameters or copies of them."""
     wanted = set(parameters)
     return next(part for part in parts(optimizer) if part.optimizer is not None and not
                 wanted.isdisjoint({*main_copies(part), *part.get_parameters()}))
 
 
 def main_copies(part: Any) -> dict[Tensor, Tensor]:
-    """float32 copies of 16-bit parameters, by parameter; {}: the optimizer has none."""
+    """Return the float32 copies of 16-bit parameters by parameter, or {} without copies."""
     pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()),
                 strict=True)
     return {p: copy for ps, copies in pairs for p, copy in zip(ps, copies, strict=True)}
@@ -103,11 +111,12 @@ def main_copies(part: Any) -> dict[Tensor, Tensor]:
 
 def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
                       copies: Mapping[Tensor, Tensor]) -> None:
-    """Put new parameters in the place of old ones in an optimizer's own lists.
+    """Replace old parameters by new ones in an optimizer's own lists.
 
     Args:
-        changed: new parameters by the old ones, with all that Megatron marks them with.
-        copies: `main_copies` as they are to be.
+        part: the optimizer.
+        changed: new parameters by old parameters, with Megatron's attributes.
+        copies: the new `main_copies`.
     """
     before = main_copies(part)
     new = {before[p]: copies[changed[p]] for p in changed if p in before}

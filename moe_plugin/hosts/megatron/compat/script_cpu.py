@@ -1,8 +1,9 @@
-"""Opt-in: Megatron's own training code (`megatron.training`) without CUDA, on top of `compat.cpu`.
+"""Opt-in support for Megatron's own training code (`megatron.training`) without CUDA.
 
-`cpu` makes Megatron-core run; `pretrain` asks for CUDA once more, in how it starts. Each patch
-names what it replaces, the versions that need it, and why. `enable()` applies them once, for the
-life of the process, before the script builds anything.
+The module extends `compat.cpu`. `compat.cpu` makes Megatron-core run, but `pretrain` also requires
+CUDA when it starts. Each patch names the replaced functions, the Megatron versions that need the
+patch, and the reason. `enable()` applies all patches once, for the rest of the process, before the
+script builds anything.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ from moe_plugin.utils.messages import first_process
 logger = logging.getLogger(__name__)
 PATCHES: list[cpu.Patch] = []
 
-# what a machine without Transformer Engine lacks; arguments of the script override them
+# defaults for a machine without Transformer Engine; arguments of the script override them
 WITHOUT_ENGINE = {
     "transformer_impl": "local", "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True, "masked_softmax_fusion": False, "apply_rope_fusion": False
 }
-# what has no kernel, or no backend, on CPU; first weights that do not depend on how they are cut
+# defaults for features without a kernel or backend on CPU; use_cpu_initialization makes the initial
+# weights independent of the parallel layout
 DEFAULTS = {
     **WITHOUT_ENGINE, "distributed_backend": "gloo", "bias_gelu_fusion": False,
     "bias_dropout_fusion": False, "use_cpu_initialization": True
 }
-# what scripts written for GPUs choose among implementations of the same computation: by argument,
-# the choices that need a GPU or a package for one, and what a run on CPU takes
+# arguments that choose between implementations of the same computation: values that need a GPU or a
+# GPU package, and the value that a run on CPU uses instead
 _IMPLEMENTATIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     **dict.fromkeys((
         "moe_permute_fusion", "moe_router_fusion", "moe_enable_deepep", "use_flash_attn",
@@ -56,14 +58,13 @@ _IMPLEMENTATIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 def enable() -> None:
-    """Make Megatron-core and Megatron's training code run on CPU."""
     cpu.enable(force=True)
     for patch in PATCHES:
         patch.apply()
 
 
 def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Provider:
-    """A script's argument provider, and after it other defaults of Megatron's arguments."""
+    """Return a provider of arguments that also changes the defaults of Megatron's arguments."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if provider is None else provider(parser)
@@ -75,8 +76,8 @@ def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Pro
 
 
 def leave_out(args: argparse.Namespace) -> None:
-    """Replace the arguments of a script that only choose an implementation which a run without
-    CUDA lacks, with a line that names them.
+    """Replace arguments that choose an implementation which is missing without CUDA, and log
+    their names.
     """
     left = []
     for name, (lacking, instead) in _IMPLEMENTATIONS.items():
@@ -88,13 +89,13 @@ def leave_out(args: argparse.Namespace) -> None:
         flag = f"--{name.replace('_', '-')}"
         left.append(flag if value is True else f"{flag} {plain_name(value)} ({instead})")
     if left and first_process():
-        _say_once("left out, because this run is on CPU and they choose implementations for GPUs: "
+        _say_once("arguments ignored on CPU, because they choose implementations for GPUs: "
                   + ", ".join(left))
 
 
 @functools.cache
 def _say_once(text: str) -> None:
-    logger.info(text)  # scripts parse their arguments more than once
+    logger.info(text)  # cached, because scripts parse their arguments more than once
 
 
 _patch = functools.partial(cpu.patch_in, PATCHES)
@@ -108,7 +109,8 @@ def _without_cuda() -> None:
 
 
 @_patch("initialize._initialize_distributed, _set_random_seed", "0.15 to 0.19",
-        "without a device they make no parallel groups and seed no tensor-parallel generator")
+        "without a device they create no parallel groups and do not seed the tensor-parallel "
+        "generator")
 def _one_device() -> None:
     for name in ("_initialize_distributed", "_set_random_seed"):
         replace_training(name, _with_one_device)
@@ -129,16 +131,16 @@ def _with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_patch("initialize.set_jit_fusion_options; torch.compile", "0.15 to 0.19",
-        "it warms up functions that torch.compile would compile for CPU, 15 s for the first; "
-        "uncompiled they are as fast there")
+        "it warms up functions that torch.compile would compile for CPU, which takes 15 s for the "
+        "first function; uncompiled functions are as fast on CPU")
 def _uncompiled() -> None:
     importlib.import_module("torch._dynamo").config.disable = True
     replace_training("set_jit_fusion_options", lambda _: lambda *_args, **_kwargs: None)
 
 
 @_patch("training.build_train_valid_test_data_iterators", "0.15 to 0.20",
-        "loaders draw seeds from torch's generator, after a checkpoint was loaded and on the ranks "
-        "alone that read data; on CPU dropout draws from it, too")
+        "loaders draw seeds from torch's generator after a checkpoint was loaded and only on ranks "
+        "that read data; on CPU dropout uses the same generator")
 def _seeds_of_loaders() -> None:
     replace_training("build_train_valid_test_data_iterators", _beside_the_generator)
 
@@ -154,9 +156,9 @@ def _beside_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_patch("arguments.core_transformer_config_from_args", "0.15 to 0.17",
-        "virtual stages free what they send before gloo has sent it: losses are of garbage")
+        "virtual stages free tensors before gloo has sent them, which makes losses wrong")
 def _kept_until_sent() -> None:
-    # imported here: it imports Megatron, which may lie next to the script
+    # imported late: this module imports Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER
 
     if NUMBER < (0, 18):
@@ -175,26 +177,26 @@ def _without_freeing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_patch("utils.get_device_arch_version", "0.15 to 0.19",
-        "argument checks ask for the GPU's architecture, to demand CUDA_DEVICE_MAX_CONNECTIONS=1 "
-        "of those before Blackwell (10)")
+        "argument checks read the GPU's architecture, to require CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        "before Blackwell (10)")
 def _architecture() -> None:
     replace_training("get_device_arch_version", lambda _: lambda: 10)
 
 
 @_patch("NCCL_ALGO", "0.17 to 0.18",
-        "argument checks of --deterministic-mode demand it, also where gloo is used")
+        "argument checks of --deterministic-mode require it even with gloo")
 def _algorithm() -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 @_patch("torch.cuda.get_device_capability", "0.15 to 0.19",
-        "argument checks of --moe-grouped-gemm ask for it, to demand GPUs of generation 8 or newer")
+        "argument checks of --moe-grouped-gemm read it, to require GPUs of generation 8 or newer")
 def _capability() -> None:
     torch.cuda.get_device_capability = lambda _device=None: (10, 0)
 
 
 @_patch("legacy.fused_kernels.load", "0.15 to 0.16",
-        "a source checkout compiles its CUDA kernels here, for which it looks for nvcc")
+        "a source checkout compiles its CUDA kernels in this function, which requires nvcc")
 def _kernels() -> None:
     kernels = vars(training_module("initialize")).get("fused_kernels")
     if kernels is not None:
@@ -202,7 +204,7 @@ def _kernels() -> None:
 
 
 @_patch("transformer_config.is_te_min_version", "0.15 to main",
-        "it asks for Transformer Engine under fp8 recipes with experts; ours follow them without")
+        "fp8 recipes with experts require Transformer Engine, but our experts do not need it")
 def _recipes_without_engine() -> None:
     if cpu.engine_installed():
         return
@@ -210,11 +212,12 @@ def _recipes_without_engine() -> None:
     least = module.is_te_min_version
 
     def is_te_min_version(version: str, *args: Any, **kwargs: Any) -> bool:
-        if version not in ("1.7.0.dev0", "1.11.0"):  # of fp8 with experts alone
+        # Megatron compares with these two versions only for fp8 with experts
+        if version not in ("1.7.0.dev0", "1.11.0"):
             return bool(least(version, *args, **kwargs))
         if first_process():
-            _say_once("Transformer Engine is not here: under the fp8 recipe moe-plugin's experts "
-                      "alone are rounded")
+            _say_once("Transformer Engine is not installed, so the fp8 recipe applies only to "
+                      "moe-plugin's experts")
         return True
 
     module.is_te_min_version = is_te_min_version

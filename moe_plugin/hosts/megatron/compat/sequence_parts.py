@@ -1,11 +1,12 @@
-"""Attention without Transformer Engine for context parallelism, packed sequences and multi-head
-latent attention.
+"""Attention without Transformer Engine for context parallelism, packed sequences and latent
+attention.
 
-Megatron-core's own `DotProductAttention` takes none of them, so that a run on CPU could have none.
-Here a context-parallel rank gathers the keys and values of the whole sequence, in the order of its
-tokens, and attends with its own queries: the numbers of one rank that has the sequence, without the
-memory that a ring saves. Packed sequences (THD) are one sequence in which no token sees another
-document. Values of latent attention have their own width.
+Megatron-core's own `DotProductAttention` does not support these features, so they would not be
+available on CPU. Here a context-parallel rank gathers the keys and values of the whole sequence in
+the order of the tokens, and attends with its own queries. The results equal those of a single rank
+with the whole sequence, but memory is not saved as in ring attention. Packed sequences (THD) are
+processed as one sequence with a mask, so that no token attends to another document. Values of
+latent attention may have another width than keys.
 """
 
 from __future__ import annotations
@@ -28,43 +29,48 @@ from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.training.gradients import fused
 from moe_plugin.utils.messages import first_process
 
-# Which MoE layers are those of multi-token prediction, versions 0.15 to 0.19.
+# How versions 0.15 to 0.19 identify the MoE layers of multi-token prediction:
 #
 # | | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 # |---|---|---|---|---|
-# | their numbers begin | at 1 | after the others | at 1 | at 1 |
-# | says so when it builds an MoE layer | no | no | one of its own exact class | yes |
+# | numbers of these layers start | at 1 | after the other layers | at 1 | at 1 |
+# | passes is_mtp_layer to an MoE layer | no | no | only to its exact class | yes |
 # | one repeated layer (`mtp_use_repeated_layer`) | no | no | yes | yes |
 #
-# In a hybrid model (0.18 on) each prediction is a stack of layers, whose numbers all begin at 1; up
-# to 0.19 only their names say so, in which predictions are numbered from 1.
+# In a hybrid model (from 0.18 on) each prediction is a stack of layers, and the layer numbers of
+# every stack start at 1. Up to 0.19 only the layers' names contain the number of the prediction,
+# counted from 1.
 NUMBER = tuple(int(part) for part in core_version.split(".")[:2])
 _IN_STACK = re.compile(r"mtp\.layers\.(\d+)\.mtp_model_layer\.layers\.")
 _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Whether an MoE layer that is built with these arguments is one of multi-token prediction, as
-    far as this version says so.
+    """Return whether an MoE layer built with these arguments belongs to multi-token prediction.
+
+    Some versions of Megatron do not provide this information.
     """
     return is_told(extra) or prediction_of(extra) is not None
 
 
 def is_told(extra: dict[str, Any]) -> bool:
-    """Whether Megatron's own router, too, would know that it is in such a layer."""
+    """Return whether Megatron's own router would also be told that it belongs to multi-token
+    prediction.
+    """
     return bool(extra.get("is_mtp_layer")) or _inside.get()
 
 
 def prediction_of(extra: dict[str, Any]) -> int | None:
-    """Of which prediction of a hybrid model, from 0, an MoE layer built with these arguments is;
-    None: of none.
+    """Return the number of the prediction (from 0) to which an MoE layer of a hybrid model belongs.
+
+    The result is None for other layers. `extra` contains the arguments that build the layer.
     """
     found = _IN_STACK.search(extra.get("name") or "")
     return int(found[1]) - 1 if found else None
 
 
 def tell_layers() -> None:
-    """Let 0.17 say so to our class, too."""
+    """Make 0.17 pass the information about multi-token prediction to our layer class, too."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     original: Any = Layer.__init__
@@ -86,34 +92,38 @@ _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_N
 
 
 class LocalNorm:
-    """Builds apex's fused `LayerNorm` or `RMSNorm`, or torch's where apex cannot be used
-    (`gradients.fused`), marked for Megatron's sequence parallelism.
+    """Builder for apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if apex cannot be used.
+
+    See `gradients.fused`. The norm is marked for Megatron's sequence parallelism.
 
     Megatron-core's own choices (`FusedLayerNorm`, `WrappedTorchNorm`) need a GPU once apex is
-    installed, have no fused RMS norm, and refuse `sequence_parallel` without apex; all that is
-    missing there is the mark by which Megatron sums a replicated parameter's gradient over the
-    tensor-parallel group.
+    installed, have no fused RMS norm, and refuse `sequence_parallel` without apex. Sequence
+    parallelism needs only the mark by which Megatron sums a replicated parameter's gradient over
+    the tensor-parallel group.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:  # type: ignore[misc]
-        """A norm over the last dimension, `hidden_size` wide. `ValueError` for settings that
-        neither apex's nor torch's norms know.
+        """Return a norm over the last dimension, which has `hidden_size` elements.
+
+        Raises:
+            ValueError: neither apex's nor torch's norms support a setting.
         """
         for name in ("layernorm_zero_centered_gamma", "persist_layer_norm"):
             if setting(config, name):
                 raise ValueError(
-                    f"{name}=True needs Megatron's own norms, of Apex or Transformer Engine; "
-                    "install one of them or leave it False")
+                    f"{name}=True needs the norms of Apex or Transformer Engine. Install one of "
+                    "these packages, or set it to False.")
         if config.normalization not in _KINDS:
             raise ValueError(
-                f"normalization={config.normalization!r} must be one of {', '.join(_KINDS)} "
-                "without Transformer Engine; choose one of these")
+                f"normalization={config.normalization!r} is not available without Transformer "
+                f"Engine. Use {' or '.join(_KINDS)}.")
         name, kind = _KINDS[config.normalization]
         options, apex = {}, fused.apex(name)
         if setting(config, "memory_efficient_layer_norm"):
             if apex.value is None:
                 raise ValueError("memory_efficient_layer_norm=True needs apex or Transformer "
-                                 f"Engine ({apex.reason}); install one of them or leave it False")
+                                 f"Engine ({apex.reason}). Install one of these packages, or set "
+                                 "it to False.")
             options["memory_efficient"] = True
         norm = (apex.value or kind)(hidden_size, eps=eps, **options)
         for parameter in norm.parameters():
@@ -125,8 +135,10 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 def extend() -> None:
-    """Let `DotProductAttention` take parts of sequences, packed ones and values of another width
-    than keys; stays for the life of the process.
+    """Extend `DotProductAttention` for the rest of the process.
+
+    Afterwards the attention supports parts of sequences, packed sequences, and values with another
+    width than keys.
     """
     build, attend = DotProductAttention.__init__, DotProductAttention.forward
     arguments, given_to = inspect.signature(build), inspect.signature(attend)
@@ -166,34 +178,38 @@ def _check(attention: Any) -> None:
     if window is not None:
         raise ValueError(
             f"window_size={window} with context_parallel_size="
-            f"{attention.config.context_parallel_size} needs Transformer Engine's attention, which "
-            "is not here: must be left out; leave it out, or use --context-parallel-size 1")
+            f"{attention.config.context_parallel_size} needs the attention of Transformer Engine, "
+            "which is not installed. Leave out the window, or use --context-parallel-size 1.")
     if first_process():
         _say_once(attention.config.context_parallel_size)
 
 
 @functools.cache
 def _say_once(parts: int) -> None:
-    logger.info("attention: torch's, over the keys and values of all %d context-parallel ranks, in "
-                "the place of Transformer Engine's", parts)
+    logger.info("attention: using torch's attention over the keys and values of all %d "
+                "context-parallel ranks, because Transformer Engine is not used", parts)
 
 
 def _group(attention: Any) -> Any:
-    # versions up to 0.15 keep no groups
+    # up to 0.15 an attention module has no groups
     own = getattr(getattr(attention, "pg_collection", None), "cp", None)
     return ps.get_context_parallel_group() if own is None else own
 
 
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
-    """Which of `length` tokens a context-parallel rank has, int64 [length / parts], in its order:
-    of 2 `parts` equal pieces the one of its number, and the one as far from the end.
+    """Return the tokens of a context-parallel rank, int64 [length / parts], in the rank's order.
+
+    The sequence is divided into 2 `parts` equal pieces. A rank has the piece with the rank's
+    number, and the piece at the same distance from the end.
     """
     pieces_PN = torch.arange(length).view(2 * parts, -1)
     return pieces_PN[[part, -1 - part]].flatten()
 
 
 def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
-    """Puts keys and values of the whole sequence, and a mask for them, in the place of a part's."""
+    """Replace the keys and values of a part by those of the whole sequence, and the mask
+    accordingly.
+    """
     parts, own = group.size(), given["query"].shape[0]
     length = own * parts
     by_rank_S = torch.cat([tokens_of_part(length, parts, part) for part in range(parts)])
@@ -204,9 +220,9 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
     mask = given["attention_mask"]
     if mask is not None and mask.shape[-2:] != (own, length):
         raise ValueError(
-            f"attention_mask {list(mask.shape)} must be [batch, 1, {own}, {length}] with "
-            f"context_parallel_size={parts}: a rank's own tokens and those that they see; cut its "
-            "rows as tokens are cut")
+            f"attention_mask has shape {list(mask.shape)}, but must have shape [batch, 1, {own}, "
+            f"{length}] with context_parallel_size={parts}: one row per token of this rank, and "
+            "one column per token of the sequence. Split the rows like the tokens.")
     if mask is None and causal:
         own_N = tokens_of_part(length, parts, group.rank()).to(order_S.device)
         seen_S = torch.arange(length, device=order_S.device)
@@ -214,17 +230,19 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
 
 
 def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
-    """Puts a batch of one sequence [t, 1, heads, channels] in the place of packed ones [t, heads,
-    channels], and the mask that keeps them apart.
+    """Replace packed sequences [t, heads, channels] by a batch of one sequence [t, 1, heads,
+    channels].
+
+    A mask prevents attention between the documents.
     """
-    if window is not None:  # Megatron puts the window's mask in the place of any other
+    if window is not None:  # Megatron would replace our mask by the window's mask
         raise ValueError(
-            f"window_size={window} with packed sequences needs Transformer Engine's attention, "
-            "which is not here: must be left out; leave it out, or do not pack sequences")
+            f"window_size={window} with packed sequences needs the attention of Transformer "
+            "Engine, which is not installed. Leave out the window, or do not pack sequences.")
     if parts > 1 or getattr(packed, "local_cp_size", None):
         raise ValueError(
-            f"packed sequences with context_parallel_size={parts} need Transformer Engine's "
-            "attention, which is not here: must be 1; use --context-parallel-size 1")
+            f"Packed sequences with context_parallel_size={parts} need the attention of "
+            "Transformer Engine, which is not installed. Use --context-parallel-size 1.")
     for name in ("query", "key", "value"):
         if given[name].dim() == 3:
             given[name] = given[name].unsqueeze(1)

@@ -1,5 +1,6 @@
-"""Settings of Megatron and arguments of its training script, versions 0.15 to 0.19. Importing this
-imports nothing of Megatron.
+"""Settings of Megatron and arguments of its training script, versions 0.15 to 0.19.
+
+Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from moe_plugin.observe.model_layers import OFF, ON, chosen, shown
 from moe_plugin.utils.messages import short
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
-_parsers: list[argparse.ArgumentParser] = []  # the script's, once it has parsed
-_own: set[str] = set()  # the arguments among its own that are Megatron's
-_words: list[str] = []  # that it has parsed: the command's, and in front of them a file's
-# What a version of Megatron calls otherwise: the name that this host knows -> the newer one. A
-# renamed setting of `TransformerConfig`, or argument of the script, is one line here.
-RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # from 0.18 on, which has both names
+_parsers: list[argparse.ArgumentParser] = []  # the script's parser, once it has parsed
+_own: set[str] = set()  # names of the arguments that Megatron itself defines
+_words: list[str] = []  # the parsed words: those of a settings file, then the command line
+# Renamed settings of `TransformerConfig` and arguments of the script: the name that this host
+# uses -> the newer name.
+RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # 0.18 and newer accept both names
 
-# remedy where there is no `HybridModel`
-WITH_HYBRID = ("must be megatron-core 0.18 or newer; pip install --ignore-requires-python "
+# remedy for a Megatron without `HybridModel`
+WITH_HYBRID = ("megatron-core 0.18 or newer: pip install --ignore-requires-python "
                "--no-deps megatron-core==0.19.2")
-# versions whose passes take a communicator between stages; those that overlap exchanges
+# versions that accept a communicator between stages; versions that can overlap exchanges
 UNEQUAL_STAGES, OVERLAPPED = "0.15.3 to 0.19", ">= 0.16"
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """A setting of `TransformerConfig`; `default` in versions that do not have it."""
+    """Return a setting of `TransformerConfig`, or `default` in versions without this setting."""
     return getattr(config, RENAMED.get(name, name), None) or getattr(config, name, default)
 
 
 def with_known_names(config: Any) -> Any:
-    """The same config, whose renamed settings have the names that this host knows, too."""
+    """Add the names that this host uses for renamed settings to a config, and return the config."""
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):
             setattr(config, known, getattr(config, newer))
@@ -54,32 +55,38 @@ def with_known_names(config: Any) -> Any:
 
 
 def newer_name(name: str, known: Container[str]) -> str:
-    """A setting's name in a version that has the names `known`."""
+    """Return the name this setting has in the installed version, which defines the names in
+    `known`.
+    """
     return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
 
 
 def balance_kinds(config: Any) -> list[str]:
-    """Values of `moe_router_load_balancing_type` that this Megatron's router knows."""
+    """Return the values of `moe_router_load_balancing_type` that this Megatron's router
+    supports.
+    """
     kinds = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
     newest = hasattr(config, "moe_router_quantile_balancing_ema")  # from 0.19 on
     return [*kinds, "quantile_balancing"] if newest else kinds
 
 
 def plain_name(value: Any) -> str:
-    """Name of a choice, which is text in older versions and an enum in newer ones."""
+    """Return the name of a choice, which is text in older versions and an enum in newer
+    versions.
+    """
     return str(getattr(value, "name", value))
 
 
 def cuda_graphs(config: Any) -> str | None:
-    """What makes CUDA graphs (`cuda_graph_impl`): local, transformer_engine ...; None: nothing."""
+    """Return the implementation of CUDA graphs (`cuda_graph_impl`), or None without CUDA graphs."""
     name = plain_name(setting(config, "cuda_graph_impl")).lower()
     return None if name == "none" else name
 
 
 def script_arguments() -> dict[str, Any]:
-    """Parsed arguments of Megatron's own training script; empty where none runs.
+    """Return the parsed arguments of Megatron's own training script, or {} if no script runs.
 
-    So it is where only megatron-core is installed.
+    The result is also {} if only megatron-core is installed.
     """
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
@@ -87,8 +94,10 @@ def script_arguments() -> dict[str, Any]:
 
 
 def vocabulary_sizes() -> list[int]:
-    """Token ids of the script's tokenizer, then with the rows by which Megatron fills up its
-    embedding, whose number depends on tensor parallelism; [] where no script says them.
+    """Return the number of token ids of the script's tokenizer, and the padded number of embedding
+    rows.
+
+    The padding depends on tensor parallelism. Unknown sizes are left out, so the list may be empty.
     """
     state = sys.modules.get("megatron.training.global_vars")
     sizes = (getattr(getattr(state, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
@@ -97,7 +106,9 @@ def vocabulary_sizes() -> list[int]:
 
 
 def tokens_of_call() -> int | None:
-    """Tokens of a micro-batch on a rank by the script's arguments; None: not known."""
+    """Return the number of tokens of a micro-batch on a rank, or None if the arguments do not
+    define it.
+    """
     known = script_arguments()
     length, sequences = known.get("seq_length"), known.get("micro_batch_size")
     if not length or not sequences:
@@ -106,11 +117,13 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """By name: the defaults of the script's arguments whose values differ from them, as far as its
-    parser says them.
+    """Return the defaults of those arguments that differ from their defaults, by name.
+
+    Only defaults that the script's parser defines are known.
     """
     values, found = script_arguments(), dict[str, Any]()
-    for parser in _parsers:  # whose `get_default` goes through a thousand arguments for each name
+    # `get_default` is avoided, because it searches a thousand arguments for each name
+    for parser in _parsers:
         first = {action.dest: action.default for action in reversed(parser._actions)
                  if action.default is not None}
         defaults = {**parser._defaults, **first}
@@ -120,8 +133,10 @@ def parsed_defaults() -> dict[str, Any]:
 
 
 def given_settings() -> dict[str, tuple[str, str]]:
-    """What the user gave the script otherwise than its defaults: (as written, default) by flag, and
-    by path in the file of `--moe-config`.
+    """Return the settings that the user changed from the script's defaults.
+
+    The values are (text as written, default). The keys are flags, or paths in the file of
+    `--moe-config`.
     """
     changed = parsed_defaults()
     known, several = dict[str, tuple[str, str]](), set[str]()
@@ -136,24 +151,26 @@ def given_settings() -> dict[str, tuple[str, str]]:
 
 
 def megatrons_own(names: Iterable[str]) -> list[str]:
-    """Those of the script's arguments that Megatron's training code itself defines, as far as a
-    parser of it was seen.
+    """Return those of the script's arguments that Megatron's training code itself defines.
+
+    The result is empty if no parser of Megatron was recorded.
     """
     return [name for name in names if name in _own]
 
 
 def script_config() -> Any:
-    """`TransformerConfig` of the arguments of Megatron's own training script."""
+    """Return the `TransformerConfig` of the arguments of Megatron's own training script."""
     arguments = importlib.import_module("megatron.training.arguments")
     return with_known_names(
         arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments())))
 
 
 def training_module(name: str) -> ModuleType:
-    """`megatron.training.NAME`.
+    """Return the module `megatron.training.NAME`.
 
     Raises:
-        ValueError: it is not there, or needs a package that is not; it says what to install.
+        ValueError: the module or a package that it needs is missing. The message contains the
+            installation command.
     """
     _older_python()
     try:
@@ -163,30 +180,35 @@ def training_module(name: str) -> ModuleType:
 
 
 _MISSING = (
-    "Megatron's training code (megatron.training) cannot be imported: there is no module {!r}. "
-    "With Python 3.11 or newer: pip install --ignore-requires-python --no-deps "
-    "megatron-core==0.19.2 pyyaml; or start a script of a Megatron-LM checkout, which has it next "
-    "to the script. Layers by swap_moe work without it")
+    "Megatron's training code (megatron.training) cannot be imported, because module {!r} is "
+    "missing. With Python 3.11 or newer: pip install --ignore-requires-python --no-deps "
+    "megatron-core==0.19.2 pyyaml; or start a script of a Megatron-LM checkout, which contains the "
+    "training code. Layers created by swap_moe do not need it.")
 
 
 def _older_python() -> None:
-    """Give Python before 3.12 what the training code of 0.18 and 0.19 needs: `typing.override`."""
+    """Add `typing.override` to Python before 3.12, as required by the training code of 0.18 and
+    0.19.
+    """
     if sys.version_info >= (3, 12) or "override" in vars(typing):
         return
     typing.override = lambda method: method  # type: ignore[attr-defined]
     prepare = spawn.get_preparation_data
 
     def without_script(name: str) -> dict[str, Any]:
-        # a spawned process would import the script, and with it Megatron, before anything of ours;
-        # those of Megatron, which write checkpoints, need nothing of it
+        # A spawned process would import the script, and with it Megatron, before `typing.override`
+        # is added there. Megatron spawns processes only to write checkpoints, which do not need
+        # the script.
         return {key: value for key, value in prepare(name).items() if key != "init_main_from_path"}
 
     spawn.get_preparation_data = without_script
 
 
 def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `wrap(function)` in place of a function of Megatron's training code, in every module of
-    it that has imported it; nothing in versions without it.
+    """Replace a function of Megatron's training code by `wrap(function)`.
+
+    The function is replaced in every module of the training code that has imported it. Nothing
+    happens in versions without the function.
     """
     training_module("training")  # imports all the others
     modules = [module for key, module in sys.modules.items() if key.startswith("megatron.training")]
@@ -199,21 +221,22 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
 
 
 def mend_config_warning() -> None:
-    """Let Megatron warn of tensor and expert parallelism without sequence parallelism.
+    """Make Megatron's warning about tensor and expert parallelism without sequence parallelism
+    work.
 
-    0.15: `model_parallel_config` calls `warnings.warn` there and does not import `warnings`, so
-    that no such config can be built.
+    In 0.15 `model_parallel_config` calls `warnings.warn` without importing `warnings`, so such a
+    config cannot be built.
     """
     module = importlib.import_module("megatron.core.model_parallel_config")
     vars(module).setdefault("warnings", warnings)
 
 
 def keep_compiled_helpers() -> None:
-    """Do not compile the helpers of Megatron's datasets again where they can be imported.
+    """Prevent compiling the helpers of Megatron's datasets again if they can be imported.
 
-    0.17 to 0.19: the training code runs `make`, but the wheels, which have the compiled module,
-    have no Makefile. A checkout's Makefile asks the `python3` of the path, which may be another
-    Python than this one, for the headers and for the suffix of the module.
+    In 0.17 to 0.19 the training code runs `make`. The wheels contain the compiled module but no
+    Makefile. The Makefile of a checkout uses the first `python3` in PATH, which may be another
+    Python, for the headers and for the suffix of the module.
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
     compiled: Callable[[], None] = functools.partial(
@@ -228,11 +251,11 @@ def compile_helpers(folder: Path) -> None:
     """Compile the helpers of a checkout's datasets for this Python.
 
     Raises:
-        ValueError: something is missing; the message says what to install.
+        ValueError: a package or compiler is missing. The message contains the installation command.
     """
-    what = f"Megatron's dataset helpers in {short(str(folder))}, which are compiled in a first run,"
+    what = f"Megatron's dataset helpers in {short(str(folder))}, which the first run compiles,"
     if importlib.util.find_spec("pybind11") is None:
-        raise ValueError(f"{what} need the package pybind11; install it with "
+        raise ValueError(f"{what} need the package pybind11. Install it with "
                          f"{short(sys.executable)} -m pip install pybind11")
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     command = ["make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"]
@@ -240,21 +263,22 @@ def compile_helpers(folder: Path) -> None:
         done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True,
                               text=True, check=False)
     except FileNotFoundError as error:
-        raise ValueError(f"{what} need make and a C++ compiler; install both, such as with "
+        raise ValueError(f"{what} need make and a C++ compiler. Install both, for example with "
                          "apt-get install make g++") from error
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise ValueError(f"{what} cannot be compiled for this Python: {short(said, 300)}; install "
+        raise ValueError(f"{what} cannot be compiled for this Python: {short(said, 300)}. Install "
                          f"make and a C++ compiler, and try {short(' '.join(command), 300)}")
     importlib.invalidate_caches()
 
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider],
                       after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
-    """Let Megatron's `parse_args` use `ours(provider)` in place of a script's provider, and call
-    `after` with what it has parsed.
+    """Make Megatron's `parse_args` use `ours(provider)` in place of a script's argument provider.
 
-    0.15 to 0.19: `pretrain`, or from 0.18 on the script, hands the provider on to `parse_args`.
+    In 0.15 to 0.19 `pretrain`, or from 0.18 on the script, passes the provider to `parse_args`.
+
+    after: is called with the parsed arguments.
     """
 
     def extend(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,8 +319,9 @@ _ADDED = re.compile(r"( when instantiating \w+)+\Z")
 class SettingsError(ValueError):
     """A `ValueError` that ends with its remedy.
 
-    0.15 to 0.19: where a module of a spec cannot be built, Megatron makes its error again, of the
-    same class, with " when instantiating CLASS" behind the words, once at each level of the spec.
+    If a module of a spec cannot be built, Megatron 0.15 to 0.19 creates a new error of the same
+    class and appends " when instantiating CLASS" to the message, once per level of the spec. This
+    class removes the addition.
     """
 
     def __init__(self, words: str) -> None:
@@ -305,7 +330,9 @@ class SettingsError(ValueError):
 
 @contextlib.contextmanager
 def settings_errors() -> Iterator[None]:
-    """`ValueError` inside becomes `SettingsError`, with the same words and traceback."""
+    """Convert a `ValueError` in the block to a `SettingsError` with the same message and
+    traceback.
+    """
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Specs of a model's layers that follow the virtual pipeline stage that is built."""
+"""Specs of a model's layers that depend on the virtual pipeline stage being built."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _STAGES = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_s
 
 
 class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
-    """A block's spec by virtual stage, where a script can give its model builder one spec alone.
+    """A block's spec by virtual stage, for scripts that pass only one spec to the model builder.
 
     Attributes:
-        layer_specs: of all layers of the model, of which multi-token prediction takes the last.
-        of_stage: the spec of the virtual stage of that number; None: there are none.
+        layer_specs: specs of all layers of the model; multi-token prediction uses the last spec.
+        of_stage: function that returns the spec of a virtual stage by its number, or by None
+            without virtual stages.
     """
 
     def __init__(self, whole: Any, of_stage: Callable[[int | None], Any]) -> None:
@@ -33,8 +34,9 @@ class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
 
 
 def _follow() -> None:
-    """Let a block that is built of `StageSpecs` take those of its stage (0.15 to 0.19: Megatron
-    asks `_get_block_submodules` for a block's layers).
+    """Make a block that is built from `StageSpecs` use the layers of its stage.
+
+    In versions 0.15 to 0.19 Megatron calls `_get_block_submodules` to get the layers of a block.
     """
     ask = transformer_block._get_block_submodules
     if hasattr(ask, "asks_stages"):
@@ -54,7 +56,7 @@ def _follow() -> None:
 
 
 def in_one_stage(config: Any) -> Any:
-    """The same `TransformerConfig` without pipeline stages."""
+    """Return a copy of a `TransformerConfig` without pipeline stages."""
     whole = copy.copy(config)
     for name, value in _STAGES.items():
         if hasattr(whole, name):

@@ -1,10 +1,10 @@
-"""Processes that write Megatron's checkpoints end with the rank that started them.
+"""Processes that write Megatron's checkpoints and end with the rank that started them.
 
-Megatron's writers hand their results over in a queue that has a process of its own, of 280 MB,
-which waits for its rank without a limit: it stays where rank and launcher are killed (while
-torchrun runs, it ends this process). A save that the rank waits for does not need it. In older
-versions (0.16) forks of the rank write the files; they stay where they wait to hand over more than
-a pipe holds.
+Megatron's writers pass their results through a queue with a separate process of 280 MB, which waits
+for its rank without a limit. The process remains if both the rank and the launcher are killed. (A
+running torchrun ends the process.) A synchronous save does not need the process. In older versions
+(0.16) forks of the rank write the files. Forks remain if they wait to send more than a pipe can
+buffer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_plugin.utils.machine import die_with_parent
 
 _QUEUE = "_results_queue"
-_thread = threading.local()  # parent: id of this process while this thread saves
+_thread = threading.local()  # attribute `parent`: id of this process while this thread saves
 
 
 def _after_fork() -> None:
-    # a fork has the thread that made it alone, with its values
+    # in a fork only the forking thread exists, with its thread-local values
     parent = getattr(_thread, "parent", None)
     if parent is not None:
         die_with_parent(parent)
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def writers_end_with_us() -> Iterator[None]:
-    """Inside, a save that is waited for starts no process that outlives this one."""
+    """Ensure that a synchronous save in the block starts no process that outlives this process."""
     kept = vars(filesystem_async).get(_QUEUE)
     setattr(filesystem_async, _QUEUE, queue.Queue())
     _thread.parent = os.getpid()
@@ -50,8 +50,9 @@ def writers_end_with_us() -> Iterator[None]:
 
 
 def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Around `dist_checkpointing.save`: its writers end with this process, except of a save that is
-    not waited for (`--async-save`).
+    """Wrap `dist_checkpointing.save` so that its writers end with this process.
+
+    Asynchronous saves (`--async-save`) are not changed.
     """
     if given.get("async_sharded_save"):
         return save(**given)
@@ -66,7 +67,10 @@ def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _causes() -> Iterator[list[Exception]]:
-    """The errors of this rank's writers: Megatron puts the class of an error in their place."""
+    """Yield a list that receives the errors of this rank's writers.
+
+    Megatron passes on only the class of an error.
+    """
     writer, failed = filesystem_async.FileSystemWriterAsync, list[Exception]()
     write = writer.write_preloaded_data
 

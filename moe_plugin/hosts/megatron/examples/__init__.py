@@ -1,3 +1,5 @@
-"""Short scripts on Megatron's own training loop, which the launcher knows by name; each is an
-example to start one's own from, and imports nothing of this package.
+"""Short scripts on Megatron's own training loop, which the launcher finds by name.
+
+Each script is an example from which you can start your own script, and imports nothing from this
+package.
 """

@@ -1,8 +1,8 @@
-"""Train a GPT model with MoE layers by Megatron's own training loop, `megatron.training.pretrain`.
+r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
 
-An example to start your own script from. It needs megatron-core 0.17 or newer, or a Megatron-LM
-checkout on PYTHONPATH, and imports nothing of moe_plugin: the layers come in through `--spec`
-(by default ours), our further flags through the launcher.
+Use this example as a start for your own script. The script needs megatron-core 0.17 or newer, or a
+Megatron-LM checkout on PYTHONPATH, and imports nothing from moe_plugin. The layers are selected by
+`--spec` (by default our layers), and the launcher adds our other flags.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
         --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
@@ -11,9 +11,10 @@ checkout on PYTHONPATH, and imports nothing of moe_plugin: the layers come in th
         --expert-model-parallel-size 8 --disable-bias-linear --data-path data/corpus \
         --eval-interval 1000 --save runs/first --load runs/first --save-interval 1000
 
-Without a GPU it trains on CPU. `--mock-data` in place of `--data-path` makes up tokens. `python -m
-moe_plugin.hosts.megatron.data` turns a text into such data (bytes and an end of document: 257
-tokens); for data of another tokenizer give its `--tokenizer-type`, or only its `--vocab-size`.
+Without a GPU the script trains on the CPU. Use `--mock-data` in place of `--data-path` to train on
+generated tokens. `python -m moe_plugin.hosts.megatron.data` converts a text to a dataset (bytes and
+an end-of-document token: 257 tokens). For data from another tokenizer, pass its `--tokenizer-type`,
+or only its `--vocab-size`.
 """
 
 import inspect
@@ -33,15 +34,16 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
-# `--vocab-size` of byte data, whose documents end with token 256: up to megatron-core 0.17 the
-# tokenizer adds the end of document itself
+# `--vocab-size` of byte data, in which documents end with token 256: up to megatron-core 0.17 the
+# tokenizer itself adds the end-of-document token to the vocabulary
 BYTES = 257 if NullTokenizer(257).eod == 256 else 256
 
 
 def own_defaults(parser):
-    """Other defaults of Megatron's arguments, some of which follow what is given. A checkpoint goes
-    on at other sizes and with another --train-iters. A step whose loss is not finite does not end
-    the run: the launcher skips it.
+    """Set other defaults of Megatron's arguments; some defaults depend on the given arguments.
+
+    A checkpoint can be resumed at other parallel sizes and with another --train-iters. A step with
+    a loss that is not finite does not end the run, because the launcher skips the step.
     """
     parser.set_defaults(tokenizer_type="NullTokenizer", log_interval=10, eval_interval=None,
                         eval_iters=None, make_vocab_size_divisible_by=None,
@@ -66,37 +68,40 @@ def own_defaults(parser):
 
 
 def what_follows(args):
-    """Defaults by what is given: evaluation where it is asked for, a checkpoint at the end, sizes
-    of the data.
+    """Return defaults that depend on the given arguments.
+
+    Evaluation runs only on request, a checkpoint is written at the end, and sizes follow the data.
     """
     evaluates, tensor = args.eval_interval or args.skip_train, args.tensor_model_parallel_size
     return {"eval_interval": 1000, "eval_iters": 10 if evaluates else 0,
             "save_interval": args.train_iters or 10**9,
             "max_position_embeddings": args.seq_length,
-            # times the tensor-parallel ranks: the same vocabulary for any usual number of them
+            # Megatron multiplies this number by the tensor-parallel size; the padded vocabulary
+            # is therefore the same for any usual tensor-parallel size
             "make_vocab_size_divisible_by": math.lcm(128, tensor) // tensor,
             "vocab_size": BYTES if args.tokenizer_type == "NullTokenizer" else None}
 
 
 def refuse_nothing_to_evaluate(args, asked):
-    """`ValueError` where evaluation is asked for, by the arguments `asked`, and Megatron would
-    leave it out in silence.
+    """Raise a `ValueError` if evaluation was requested and Megatron would silently skip it.
+
+    asked: names of the arguments that request evaluation.
     """
     for name in asked[:1]:
         flag, value = "--" + name.replace("_", "-"), getattr(args, name)
         if args.eval_iters < 1 and not getattr(args, "full_validation", False):
-            raise ValueError(f"eval_iters={args.eval_iters} is out of bounds: must be >= 1 with "
-                             f"{flag}; give a positive number, or train without {flag}")
+            raise ValueError(f"eval_iters={args.eval_iters} is out of bounds: it must be >= 1 with "
+                             f"{flag}. Use a positive number, or train without {flag}.")
         _, valid, test = parse_and_normalize_split(args.split) if args.split else (0, 1, 1)
         if not (valid or (test and name == "skip_train")):
-            raise ValueError(f"{name}={value}: split={args.split!r} leaves nothing to evaluate: "
-                             "its second part must be > 0; give --split 0,1,0, or train without "
-                             f"{flag}")
+            raise ValueError(f"{name}={value} has nothing to evaluate with split={args.split!r}. "
+                             "The second part of the split must be > 0. Use --split 0,1,0, or "
+                             f"train without {flag}.")
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
                    pg_collection=None):
-    """The part of the model that this pipeline stage has, with the layers that `--spec` names."""
+    """Return the part of the model on this pipeline stage, with the layers that `--spec` names."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     layers = import_module(args.spec)
@@ -121,19 +126,20 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def datasets(samples, vp_stage=None):
-    """The datasets for training, validation and test with `samples` sequences each.
+    """Return the datasets for training, validation and test with `samples` sequences each.
 
-    Every rank reads them, so that all pipeline stages know a batch's tokens: routers such as `hash`
-    need them in the middle stages, too.
+    Every rank reads the datasets, so that all pipeline stages have a batch's tokens. Routers such
+    as `hash` need the tokens on the middle stages, too.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     documents = getattr(args, "dataloader_inter_document_masking", False)
     if documents and (args.context_parallel_size > 1 or (
             args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1)):
-        raise ValueError("this example splits no documents and sends one sequence from stage to "
-                         "stage: --dataloader-inter-document-masking needs --context-parallel-size "
-                         "1, and with pipeline stages --micro-batch-size 1")
+        raise ValueError("This example cannot split documents over ranks and sends one sequence at "
+                         "a time between stages. With --dataloader-inter-document-masking use "
+                         "--context-parallel-size 1, and with pipeline stages --micro-batch-size "
+                         "1.")
     config = GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=blend,
         blend_per_split=blend_per_split, split=args.split, tokenizer=get_tokenizer(),
@@ -149,11 +155,11 @@ datasets.is_distributed = True  # read on every rank, not on the first of each t
 
 
 def lm_loss(loss_mask, losses):
-    """(sum of the tokens' losses, their number, what is logged).
+    """Return the sum of the tokens' losses, the number of tokens, and the values to log.
 
-    The balance losses of the MoE layers are not here: each layer adds its own, weighted by
-    `--moe-aux-loss-coeff` and `--moe-losses`, to the gradient through Megatron's scaler, in the
-    pipeline stage that has it. They are logged by name.
+    The balance losses of the MoE layers are not included. Each layer adds its own losses, weighted
+    by `--moe-aux-loss-coeff` and `--moe-losses`, to the gradient through Megatron's scaler on the
+    pipeline stage of the layer. Balance losses are logged by name.
     """
     mask = loss_mask.view(-1).float()
     total, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()
@@ -161,8 +167,10 @@ def lm_loss(loss_mask, losses):
 
 
 def part_of_sequence(name, value):
-    """This context-parallel rank's part of a tensor of a batch, as Megatron cuts sequences: one of
-    2 N pieces, and the one as far from the end.
+    """Return this context-parallel rank's part of a tensor of a batch.
+
+    Megatron divides sequences into 2 N pieces for N ranks. A rank has the piece with its number,
+    and the piece at the same distance from the end.
     """
     parts = get_args().context_parallel_size
     if parts == 1:
@@ -173,8 +181,11 @@ def part_of_sequence(name, value):
 
 
 def packed(batch):
-    """(the batch as one long sequence, where its documents begin): what a dataset gives under
-    `--dataloader-inter-document-masking` (megatron-core 0.19), for attention within documents.
+    """Return the batch as one long sequence, and the parameters that describe where documents
+    begin.
+
+    The input comes from a dataset under `--dataloader-inter-document-masking` (megatron-core 0.19),
+    for attention within documents.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.utils import flatten_batch_for_packed_sequences
@@ -188,10 +199,11 @@ def packed(batch):
 
 
 def forward_step(batches, model, return_schedule_plan=False):
-    """One micro-batch through this pipeline stage: (losses or activations, the loss function).
+    """Run a micro-batch through this pipeline stage; return losses or activations, and the loss
+    function.
 
-    return_schedule_plan: Megatron asks for a plan to compute them in their place, under
-    `--overlap-moe-expert-parallel-comm`.
+    return_schedule_plan: whether Megatron requests a plan of the computation in place of its
+        results, under `--overlap-moe-expert-parallel-comm`.
     """
     batch, documents = {
         name: value.cuda(non_blocking=True) for name, value in next(batches).items()

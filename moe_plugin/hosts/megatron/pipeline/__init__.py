@@ -1,8 +1,8 @@
-"""Pipeline schedules for Megatron, by the name that `--pipeline-schedule` gives.
+"""Pipeline schedules for Megatron, selected by the name in `--pipeline-schedule`.
 
-Megatron asks `get_forward_backward_func` for the function that runs all forward and backward passes
-of a step. That is the seam: a schedule is registered as a function that takes the settings and
-Megatron's own such function, and returns one of the same signature.
+Megatron calls `get_forward_backward_func` to get the function that runs all forward and backward
+passes of a step. A schedule is registered as a function that accepts the settings and Megatron's
+function, and returns a function with the same signature.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ __all__ = ["ForwardBackward", "forward_backward_func", "schedules", "scheduled"]
 
 
 def forward_backward_func(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """The function that runs a step's forward and backward passes.
+    """Return the function that runs a step's forward and backward passes.
 
     Args:
-        settings: which schedule.
-        native: what Megatron's `get_forward_backward_func` returns.
+        settings: settings with the name of the schedule.
+        native: the function that Megatron's `get_forward_backward_func` returns.
     Raises:
-        ValueError: the schedule does not run here; or, where the function is called, a setting of
-            Megatron does not fit it.
+        ValueError: the schedule is not available. The returned function raises a ValueError if a
+            setting of Megatron does not fit the schedule.
     """
     return schedules.get(settings.schedule)(settings, native)
 
 
 def scheduled(get: Callable[..., ForwardBackward],
               settings: Callable[[], PipelineConfig]) -> Callable[..., ForwardBackward]:
-    """Megatron's `get_forward_backward_func` under a schedule, for its own training script.
+    """Wrap Megatron's `get_forward_backward_func` so that its training script uses a schedule.
 
-    settings: read at the first call, when the script has its arguments. What a schedule returns is
-    kept, so that it can keep what it measured from one step to the next.
+    settings: function that returns the settings. The function is called at the first step, when the
+        script has parsed its arguments. The schedule is created once, so that measurements persist
+        from step to step.
     """
     made: dict[ForwardBackward, ForwardBackward] = {}
 

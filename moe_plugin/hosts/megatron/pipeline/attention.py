@@ -1,8 +1,8 @@
-"""Attention of a slice of a sequence to the slices before it, with their gradients.
+"""Attention of a slice of a sequence to the previous slices, with gradients.
 
-Keys and values of a micro-batch are stored once, slice after slice. In backward, which takes the
-slices in reverse order, a slice adds its gradients of earlier keys and values to sums, which those
-slices find when their own backward comes.
+Keys and values of a micro-batch are stored once, slice by slice. The backward pass processes the
+slices in reverse order. Each slice adds its gradients of earlier keys and values to sums, which the
+earlier slices read in their own backward passes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from moe_plugin.hosts.megatron.compat.names import DotProductAttention
 
 
 class KeyValues:
-    """Keys and values [S, B, groups, channels] of a micro-batch's sequence in one layer, and sums
-    of their gradients in float32, or float64 where they are.
+    """Keys and values [S, B, groups, channels] of a sequence in one layer, and sums of their
+    gradients.
+
+    The sums are float32, or float64 for float64 keys and values.
 
     Args:
-        length: S.
-        k_lBGC, v_lBGC: of any slice, for their other sizes.
+        length: S, the length of the sequence.
+        k_lBGC: keys of any slice, which define the other sizes.
+        v_lBGC: values of any slice, which define the other sizes.
     """
 
     def __init__(self, length: int, k_lBGC: Tensor, v_lBGC: Tensor) -> None:
@@ -34,26 +37,32 @@ class KeyValues:
         self._grads: tuple[Tensor, Tensor] | None = None
 
     def put(self, start: int, k_lBGC: Tensor, v_lBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a slice; keys and values [start + l, B, groups, channels] up to its end."""
+        """Store a slice; return keys and values [start + l, B, groups, channels] up to its end."""
         end = start + k_lBGC.shape[0]
-        # .data: later slices are written into the same storage, behind what autograd has saved
+        # .data, because later slices are written into the same storage, and autograd would
+        # otherwise report that its saved tensors were modified
         k, v = (whole.data[:end] for whole in self.stored)
         k[start:].copy_(k_lBGC)
         v[start:].copy_(v_lBGC)
         return k, v
 
     def take_grads(self, start: int, dk_SBGC: Tensor, dv_SBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the slice that ends with these and begins at `start`, those of all later
-        slices included.
+        """Return the gradients of the slice that begins at `start`, including those from later
+        slices.
 
-        Args: dk_SBGC, dv_SBGC: what the slice's own backward gives, for keys up to its end.
-        Raises: RuntimeError: slices do not come in reverse order.
+        Args:
+            start: first token of the slice.
+            dk_SBGC: gradients from the slice's own backward pass, for keys up to the slice's end.
+            dv_SBGC: gradients from the slice's own backward pass, for values up to the slice's end.
+        Raises:
+            RuntimeError: the slices are not processed in reverse order.
         """
         expected = self.length if self._grads is None else self._grads[0].shape[0]
         if dk_SBGC.shape[0] != expected:
             raise RuntimeError(
-                f"backward of a slice that ends at token {dk_SBGC.shape[0]} where the one that "
-                f"ends at {expected} is next: slices go backward in reverse order")
+                f"The backward pass of the slice that ends at token {dk_SBGC.shape[0]} was called, "
+                f"but the slice that ends at token {expected} must come first. Call the backward "
+                "passes of slices in reverse order.")
         wide = torch.promote_types(dk_SBGC.dtype, torch.float32)
         dk, dv = dk_SBGC.to(wide), dv_SBGC.to(wide)
         if self._grads is not None:
@@ -64,13 +73,13 @@ class KeyValues:
 
 @dataclass
 class Sequences:
-    """A micro-batch's sequences while their slices are under way.
+    """The sequences of a micro-batch while their slices are being processed.
 
     Attributes:
-        length: S, in tokens.
-        device: of the layers.
-        mask: bool [1 or B, 1, S, S], True = not seen; None: causal.
-        kept: by layer.
+        length: S, the length in tokens.
+        device: device of the layers.
+        mask: bool [1 or B, 1, S, S], True for masked positions, or None for causal attention.
+        kept: keys and values by layer.
     """
 
     length: int
@@ -81,7 +90,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of a micro-batch's sequences: tokens start to start + length."""
+    """A slice of a micro-batch's sequences: the tokens from start to start + length."""
 
     sequences: Sequences
     start: int
@@ -89,9 +98,10 @@ class SlicePart:
 
     @cached_property
     def seen(self) -> Tensor:
-        """bool [1 or B, 1, l, start + l]: which tokens the slice's tokens see, in all layers.
+        """bool [1 or B, 1, l, start + l]: the tokens that each token of the slice attends to.
 
-        Raises: ValueError: the mask lets a token see later slices.
+        Raises:
+            ValueError: the mask lets a token attend to later slices.
         """
         end, mask, device = (self.start + self.length, self.sequences.mask, self.sequences.device)
         if mask is None:
@@ -100,18 +110,19 @@ class SlicePart:
         rows = mask[..., self.start:end, :].to(device=device, dtype=torch.bool)
         if not bool(rows[..., end:].all()):
             raise ValueError(
-                f"attention_mask lets tokens before {end} see later ones: must be causal with "
-                "pipeline.schedule='terapipe', or none; use pipeline.schedule=1f1b")
+                f"attention_mask lets tokens before position {end} attend to later tokens, but "
+                "pipeline.schedule='terapipe' needs a causal mask or no mask. Use "
+                "pipeline.schedule=1f1b.")
         return ~rows[..., :end]
 
 
 class SliceAttention(DotProductAttention):
     """Megatron's `core_attention` for `pipeline.schedule=terapipe`.
 
-    Without slices it is Megatron's own `DotProductAttention`. It has no parameters.
+    Without slices the layer is Megatron's own `DotProductAttention`. The layer has no parameters.
 
     Attributes:
-        part: the slice that passes, set by the schedule; None: whole sequences.
+        part: the current slice, set by the schedule, or None for whole sequences.
     """
 
     part: SlicePart | None = None
@@ -123,13 +134,15 @@ class SliceAttention(DotProductAttention):
                  config.softmax_type == "vanilla"),
                 ("window_size", config.window_size, None, config.window_size is None)):
             if not ok:
-                raise ValueError(f"{name}={value!r} does not fit pipeline.schedule='terapipe': "
-                                 f"must be {bound}; use pipeline.schedule=1f1b")
+                raise ValueError(f"{name}={value!r} cannot be used with "
+                                 f"pipeline.schedule='terapipe', which needs {name}={bound}. Use "
+                                 "pipeline.schedule=1f1b.")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                 *args: Any, **kwargs: Any) -> Tensor:
-        """[l, B, heads * channels] of query [l, B, heads, channels], key and value [l, B, groups,
-        channels] of the slice; without slices as Megatron's.
+        """Return [l, B, heads * channels] for a slice, or Megatron's own attention without slices.
+
+        The query is [l, B, heads, channels]; key and value are [l, B, groups, channels].
         """
         if self.part is None:
             return super().forward(query, key, value, attention_mask, *args, **kwargs)
@@ -147,12 +160,15 @@ class SliceAttention(DotProductAttention):
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of one slice. Its graph is made in forward, between copies that are its own."""
+    """Attention of one slice.
+
+    The graph is built in the forward pass, between detached copies of inputs and output.
+    """
 
     @staticmethod
     def forward(ctx: Any, q_lBHC: Tensor, k_lBGC: Tensor, v_lBGC: Tensor, kept: KeyValues,
                 start: int, seen: Tensor, scale: float, dropout: float, grads: bool) -> Tensor:
-        """[l, B, heads * channels]."""
+        """Return the output [l, B, heads * channels]."""
         inputs = (q_lBHC.detach(), *kept.put(start, k_lBGC, v_lBGC))
         with torch.set_grad_enabled(grads):
             inputs = tuple(x.requires_grad_(grads) for x in inputs)
@@ -166,7 +182,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_lBX: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the slice's queries, keys and values."""
+        """Return the gradients of the slice's queries, keys and values."""
         inputs, y_lBX, kept, start = ctx.made
         del ctx.made
         dq, dk, dv = torch.autograd.grad(y_lBX, inputs, grad_lBX)

@@ -1,10 +1,11 @@
-"""The best predicted schedule that fits the memory, from what the first steps measure.
+"""Automatic choice of the fastest predicted schedule that fits the memory.
 
-The first step warms up under Megatron's 1F1B. The next ones run in 1F1B's order, too, and measure
-passes, transfers and what backward needs, until two of them agree. With `pipeline.slices` nine
-steps more measure slices. Then all ranks agree on a schedule, which gives the same numbers as any
-other (with slices, up to rounding). Now and then a step is measured again: one that is much faster
-says that the machine was busy then, and all is measured again.
+The first step warms up under Megatron's 1F1B. The next steps also run in the order of 1F1B and
+measure passes, transfers and the memory needed by backward passes, until two steps agree. With
+`pipeline.slices` nine more steps measure slices. Then all ranks agree on a schedule. All schedules
+give the same numbers (with slices, up to rounding). From time to time a step is measured again. If
+this step is much faster, the machine was busy during the measurements, and everything is measured
+again.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_time
 from moe_plugin.utils.machine import wait_for_device
 
-# A step that measures its passes, its transfers, and what backward needs of a micro-batch.
-HEADROOM = 0.9  # of the free memory
+HEADROOM = 0.9  # fraction of the free memory that a schedule may use
 
 
 class MeasuredStep(Step):
-    """See `Step`.
+    """A `Step` that measures its passes, its transfers, and the memory for a backward pass.
 
     Attributes:
-        forward_s, backward_s: seconds of each pass without waiting for transfers; the first forward
-            pass counts where it is the only one.
-        activation_bytes: what it saved for its backward pass.
-        transfer_s: of a micro-batch's activations to the next stage (on the last one: from the
-            stage before).
+        forward_s: seconds of each forward pass, without the time spent waiting for transfers. The
+            first forward pass is included only if it is the only one.
+        backward_s: seconds of each backward pass, without the time spent waiting for transfers.
+        activation_bytes: bytes that a forward pass saves for its backward pass.
+        transfer_s: seconds for sending a micro-batch's activations to the next stage; the last
+            stage measures the transfer from the previous stage.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -75,12 +76,11 @@ class MeasuredStep(Step):
         return call
 
     def _now(self) -> float:
-        # the clock without the time spent waiting for tensors
         wait_for_device(self.device)
         return time.perf_counter() - self._waited_s
 
     def forward(self, batch: int, number: int) -> None:
-        """See `Step`."""
+        """Run and measure a forward pass, see `Step`."""
         start = self._now()
         if batch == 0:
             saved = _SavedBytes()
@@ -88,20 +88,23 @@ class MeasuredStep(Step):
                 super().forward(batch, number)
             self.activation_bytes = saved.total
             if self.batches > 1:
-                return  # counting takes time
+                return  # counting bytes takes time, so this pass is not representative
         else:
             super().forward(batch, number)
         self.forward_s.append(self._now() - start)
 
     def backward(self, batch: int, number: int) -> None:
-        """See `Step`."""
+        """Run and measure a backward pass, see `Step`."""
         start = self._now()
         super().backward(batch, number)
         self.backward_s.append(self._now() - start)
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes of storages that autograd saves, each once, without those of parameters."""
+    """Total bytes of the storages that autograd saves, without those of parameters.
+
+    Each storage is counted once.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[int, int] = {}
@@ -109,22 +112,24 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def total(self) -> int:
-        """Bytes so far."""
+        """Number of bytes saved so far."""
         return sum(self._storages.values())
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
-            return tensor  # some of Megatron's functions read its attributes in backward
+            return tensor  # some of Megatron's backward functions read attributes of parameters
         storage = tensor.untyped_storage()
         self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # the tensor itself would keep its own graph alive
+        return tensor.detach()  # saving the tensor itself would keep its graph alive
 
 
 def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
-    """The same profile on all ranks: of each stage the slowest and largest rank's numbers.
+    """Return the same profile on all ranks, with the numbers of the slowest and largest rank per
+    stage.
 
-    limit: bytes for activations; None: on a GPU what is free, on a CPU any. Collective over all
-    ranks.
+    This is a collective call of all ranks.
+
+    limit: bytes for activations. Defaults to the free memory on a GPU, and to no limit on a CPU.
     """
     own = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
@@ -132,7 +137,7 @@ def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
         "transfer_s": transfer_s(step, step.shapes()[1]),
         "activation_bytes": step.activation_bytes, "memory_bytes": _free(step, limit),
     }
-    every = gather_objects(own, "what a step of auto measured")
+    every = gather_objects(own, "the measurements of pipeline.schedule=auto")
     stages = [[row for row in every if row["stage"] == stage] for stage in range(group.size())]
 
     def worst(name: str) -> list[Any]:
@@ -151,7 +156,7 @@ def _free(step: MeasuredStep, limit: int | None) -> int | None:
         return limit
     free, _ = torch.cuda.mem_get_info(step.device)
     cached = torch.cuda.memory_reserved(step.device) - torch.cuda.memory_allocated(step.device)
-    # 1F1B has just fitted
+    # the memory that the 1F1B step has just used is available in any case
     return max(int(HEADROOM * (free + cached)), step.activation_bytes * step.most_alive)
 
 
@@ -160,12 +165,13 @@ logger = logging.getLogger(__name__)
 
 @register
 class AutoSchedule(PipelineSchedule):
-    """1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, by measured times and
-    `pipeline.memory`; virtual stages: Megatron's own.
+    """1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, chosen by measured times and memory.
+
+    The memory limit is `pipeline.memory`. With virtual stages Megatron's own schedule is used.
 
     Attributes:
-        chosen: None before that.
-        profile: what was measured.
+        chosen: the chosen schedule, or None before the choice.
+        profile: the measurements.
     """
 
     name = "auto"
@@ -183,12 +189,12 @@ class AutoSchedule(PipelineSchedule):
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """See `PipelineSchedule`."""
+        """Return this schedule or Megatron's, see `PipelineSchedule`."""
         virtual = ps.get_virtual_pipeline_model_parallel_world_size()
         return super().or_native(settings, native) if virtual is None else native
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """One step, as Megatron's own functions take and return it."""
+        """Run one step, with the arguments and results of Megatron's own functions."""
         if passes.get("forward_only"):
             return self._run(**passes)
         if self.chosen is not None:
@@ -200,18 +206,18 @@ class AutoSchedule(PipelineSchedule):
         return self.native(**passes) if self.steps == 1 else super().__call__(**passes)
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """See `PipelineSchedule`."""
+        """Check settings and arguments, see `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.slices is None:
             return
         if config.deterministic_mode:
             refuse(self.name, "deterministic_mode", True, "off with pipeline.slices",
-                   "whether sequences are cut follows measured times, and slices add up in another "
-                   "order: leave out one of the two")
+                   "leave out one of the two, because measured times decide whether sequences are "
+                   "cut, and slices change the order of sums")
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """One that measures: all ranks know the same of it."""
+        """Run and measure one step. All ranks end up with the same measurements."""
         step = MeasuredStep(passes, config, self.group, self.gradients)
         logged = step.run()
         limit = self.settings.memory and parse_size(self.settings.memory)
@@ -221,12 +227,12 @@ class AutoSchedule(PipelineSchedule):
             if not self._steady.contradicts(numbers):
                 self._checks.agreed()
                 return logged
-            logger.info("pipeline.schedule=auto: a step took much less than those that were "
-                        "measured, so that they are measured again")
+            logger.info("pipeline.schedule=auto: a step was much faster than the measured steps, "
+                        "so the measurements are repeated")
             self.chosen, self._run, self._steady = None, self.native, Steady()
         self._steady.add(numbers)
         if self.settings.slices is None:
-            choose(profile)  # where nothing fits the memory, no further step is needed to say so
+            choose(profile)  # raises at once if no schedule fits the memory
         if not self._steady.enough:
             return logged
         self._checks.changed()
@@ -263,13 +269,13 @@ class AutoSchedule(PipelineSchedule):
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
-    """The times that a step measured, by what and stage."""
+    """Return the measured times of a step by kind of pass and stage."""
     return {(what, stage): seconds for what in ("forward_s", "backward_s")
             for stage, seconds in enumerate(getattr(profile, what))}
 
 
 def with_numbers(profile: StageProfile, numbers: Mapping[Hashable, float]) -> StageProfile:
-    """The profile with other times; see `numbers_of`."""
+    """Return the profile with other times; see `numbers_of`."""
     stages = range(len(profile.forward_s))
     return dataclasses.replace(profile, forward_s=[numbers["forward_s", i] for i in stages],
                                backward_s=[numbers["backward_s", i] for i in stages])

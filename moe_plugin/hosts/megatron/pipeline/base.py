@@ -1,4 +1,4 @@
-"""What a pipeline schedule is, Megatron's own, and what ours have in common."""
+"""Registry and base class of pipeline schedules, and Megatron's own schedule."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_plugin.hosts.megatron.compat.names import get_model_config
 from moe_plugin.hosts.megatron.compat.settings import cuda_graphs, setting
 from moe_plugin.utils.registry import Registry
 
-# signature of what Megatron's get_forward_backward_func returns; keyword arguments alone
+# signature of the function that Megatron's get_forward_backward_func returns; keyword-only
 ForwardBackward = Callable[..., list[Any]]
 schedules: Registry[Callable[[PipelineConfig, ForwardBackward],
                              ForwardBackward]] = Registry("pipeline schedule")
-# settings of Megatron that its own schedules read and ours do not
+# settings that Megatron's own schedules support and ours do not
 _REFUSED = ("overlap_moe_expert_parallel_comm", "use_ring_exchange_p2p", "variable_seq_lengths",
             "mtp_standalone", "defer_embedding_wgrad_compute", "enable_cuda_graph",
             "fine_grained_activation_offloading", "moe_paged_stash", "delay_wgrad_compute")
@@ -25,23 +25,24 @@ _REFUSED = ("overlap_moe_expert_parallel_comm", "use_ring_exchange_p2p", "variab
 
 @schedules.register("1f1b")
 def one_f_one_b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """Megatron's own: one forward and one backward pass in turns, or its virtual stages."""
+    """Megatron's own schedule: 1F1B, or the interleaved schedule with virtual stages."""
     return native
 
 
 class PipelineSchedule:
-    """A function of a step's passes in the place of Megatron's.
+    """A replacement for Megatron's function that runs the passes of a step.
 
     Args:
-        settings: of the run.
-        native: Megatron's function, which evaluates.
-        gradients: see there, of a schedule that this one follows; None: it makes its own, which is
-            collective over all ranks.
+        settings: pipeline settings of the run.
+        native: Megatron's function, which is used for evaluation.
+        gradients: group for gradients, from another schedule. By default the group is created,
+            which is a collective call of all ranks.
 
     Attributes:
-        name: see `schedules`. unfit: arguments of Megatron's function that it cannot follow.
-        group: the stages.
-        gradients: the same stages in a second group, for gradients.
+        name: name of the schedule in `schedules`.
+        unfit: arguments of Megatron's function that the schedule does not support.
+        group: the process group of the stages.
+        gradients: a second process group of the same stages, for gradients.
     """
 
     name = ""
@@ -55,12 +56,12 @@ class PipelineSchedule:
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """This schedule; Megatron's function where there is one stage."""
+        """Return this schedule, or Megatron's function if there is only one stage."""
         one = ps.get_pipeline_model_parallel_world_size() == 1
         return native if one else cls(settings, native)
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """One step, as Megatron's own functions take and return it."""
+        """Run one step, with the arguments and results of Megatron's own functions."""
         model = passes["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
         self.check(passes, config)
@@ -75,11 +76,11 @@ class PipelineSchedule:
         return logged
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Forward and backward passes; what the loss function logged, on the last stage."""
+        """Run the forward and backward passes and return the logged losses of the last stage."""
         raise NotImplementedError
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """`ValueError` where a setting of Megatron, or an argument, does not fit."""
+        """Raise a `ValueError` if a setting of Megatron or an argument is not supported."""
         refuse_virtual(self.name, setting(config, "virtual_pipeline_model_parallel_size"))
         graphs = cuda_graphs(config)
         given = [(name, setting(config, name), "off") for name in _REFUSED
@@ -90,12 +91,14 @@ class PipelineSchedule:
         for name in self.unfit:
             if passes.get(name) is not None:
                 refuse(self.name, name, "given", "left out",
-                       "models of several modules have Megatron's own schedules alone")
+                       "use pipeline.schedule=1f1b for models of several modules")
 
 
 def gradient_group(group: Any) -> Any:
-    """Another group of these stages; the group itself under gloo, which keeps directions apart by
-    tags. Collective over all ranks.
+    """Return a second group of these stages, or the given group with gloo.
+
+    Gloo separates the two directions by tags, so a second group is only needed with NCCL. This is a
+    collective call of all ranks.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -107,7 +110,7 @@ def gradient_group(group: Any) -> Any:
 
 
 def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:
-    """Decorator: the class becomes one of `schedules`."""
+    """Register a class in `schedules`; a class decorator."""
 
     def make(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
         return schedule.or_native(settings, native)
@@ -118,18 +121,19 @@ def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:
 
 
 def refuse(schedule: str, name: str, value: Any, bound: str, remedy: str) -> None:
-    """`ValueError`: a setting of Megatron does not fit a schedule."""
-    raise ValueError(f"pipeline.schedule={schedule!r} does not fit {name}={value!r}: must be "
-                     f"{bound}; {remedy}")
+    """Raise a `ValueError` for a setting of Megatron that a schedule does not support."""
+    raise ValueError(f"pipeline.schedule={schedule!r} does not support {name}={value!r}, which "
+                     f"must be {bound}; {remedy}")
 
 
 def refuse_virtual(schedule: str, stages: int | None) -> None:
-    """`ValueError`: so many virtual stages of a rank with a schedule that has none; `auto` is
-    Megatron's own with them.
+    """Raise a `ValueError` if a schedule does not support the number of virtual stages per rank.
+
+    With virtual stages `auto` uses Megatron's own schedule.
     """
     if (stages or 1) > 1 and schedule not in ("1f1b", "auto"):
         refuse(schedule, "virtual stages, num_virtual_stages_per_pipeline_rank", stages, "left out",
-               "virtual stages have Megatron's own interleaved schedule: use "
-               "pipeline.schedule=1f1b, or leave out --num-virtual-stages-per-pipeline-rank, "
+               "use pipeline.schedule=1f1b (Megatron's own interleaved schedule), or leave out "
+               "--num-virtual-stages-per-pipeline-rank, "
                "--num-layers-per-virtual-pipeline-stage or the further stages of "
                "--pipeline-model-parallel-layout")

@@ -1,8 +1,9 @@
-"""Eager 1F1B (AlpaComm, arXiv 2211.05322): more forward passes first, transfers behind compute.
+"""Eager 1F1B (AlpaComm, arXiv 2211.05322): more early forward passes hide transfers behind compute.
 
-With `pipeline.delay_weights` a backward pass is split, too. Operation by operation and not by a
-second pass over the graph: recomputed layers run backward inside of their own, and a pass of an MoE
-layer exchanges rows, once.
+With `pipeline.delay_weights` a backward pass is also split into the gradients of inputs and the
+gradients of weights. The split is made operation by operation and not by a second pass over the
+graph, because recomputed layers run their own backward pass inside, and an MoE layer may exchange
+its rows only once.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ from moe_plugin.hosts.megatron.pipeline.base import PipelineSchedule, refuse, re
 from moe_plugin.hosts.megatron.pipeline.executor import Step
 from moe_plugin.kernels.weight_grads import LaterGrads
 
-LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # what Megatron's layers call
+LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # the function of Megatron's layers
 
 
 @register
 class EagerSchedule(PipelineSchedule):
-    """Stage i of n begins with 2 (n - i) - 1 forward passes, so that nothing waits for transfers.
-    """
+    """Schedule in which stage i of n starts with 2 (n - i) - 1 forward passes to hide transfers."""
 
     name = "eager-1f1b"
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """See `PipelineSchedule`."""
+        """Run a step, see `PipelineSchedule`."""
         step = SplitStep if self.settings.delay_weights else Step
         return step(passes, config, self.group, self.gradients, "eager").run()
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """See `PipelineSchedule`."""
+        """Check settings and arguments, see `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.delay_weights:
             check_split(passes["model"], config)
 
 
 class SplitStep(Step):
-    """One whose backward passes send their input's gradient before they compute those of weights.
+    """A step in which a backward pass sends its input's gradient before it computes weight
+    gradients.
 
     Attributes:
-        left: the weights' gradients of the backward pass, by module that has a place for them
-            (`Experts.later`), and by weight of a linear layer.
-        embeddings: of tokens, on this stage.
+        left: postponed weight gradients of the backward pass, by module with an attribute `later`
+            (such as `Experts.later`), and by weight of a linear layer.
+        embeddings: ids of the token embeddings on this stage.
     """
 
     def run(self) -> list[Any]:
-        """See `Step`."""
+        """Run the step, see `Step`."""
         layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
         experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
         self.embeddings = {id(p) for each in self.model.modules()
@@ -71,15 +72,16 @@ class SplitStep(Step):
                 each.later = None
 
     def finish_backward(self) -> None:
-        """See `Step`."""
+        """Compute the postponed weight gradients, see `Step`."""
         for owner, later in self.left.items():
             later.compute({"": owner} if isinstance(owner, Tensor) else
                           dict(owner.named_parameters(recurse=False)), hooks=True)
 
     def _linear(self, native: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Any,
                 **settings: Any) -> Tensor:
-        # the pass without gradients of a layer that is recomputed, an input without one, and tied
-        # embeddings, of which a prediction of further tokens has both ends on one stage
+        # Megatron's own function is used in three cases: in the first pass of a recomputed layer,
+        # which has no gradients; for an input without a gradient; and for tied embeddings, because
+        # with multi-token prediction both of their uses may be on this stage
         if not (torch.is_grad_enabled() and input.requires_grad) or id(weight) in self.embeddings:
             return native(input, weight, bias, **settings)
         ranks = settings.get("tp_group") or ps.get_tensor_model_parallel_group()
@@ -98,8 +100,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Megatron's function of that name, operation by operation, without its weight's gradient:
-    `leave` gets the input and the output's gradient.
+    """Megatron's linear function of the name `LINEAR` without the gradient of its weight.
+
+    The forward and backward operations are the same. In the backward pass `leave` is called with
+    the input and the output's gradient.
     """
 
     @staticmethod
@@ -125,12 +129,14 @@ class _Linear(torch.autograd.Function):
 
 
 def check_split(model: Any, config: Any) -> None:
-    """`ValueError`: weights of the model, or a setting of Megatron, do not fit split passes."""
+    """Raise a `ValueError` if a weight of the model or a setting of Megatron prevents split
+    passes.
+    """
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
     if config.gradient_accumulation_fusion:
         refuse(split, "gradient_accumulation_fusion", True, "off",
-               "its linear layers' kernel adds weights' gradients in the backward pass: use "
-               "--no-gradient-accumulation-fusion, or leave out --pipeline-delay-weights")
+               "use --no-gradient-accumulation-fusion, because the fused kernel adds weight "
+               "gradients in the backward pass, or leave out --pipeline-delay-weights")
     for module in nn.ModuleList(model if isinstance(model, list) else [model]).modules():
         kind = type(module)
         engine = any("transformer_engine" in each.__module__.split(".") for each in kind.__mro__)
@@ -139,5 +145,5 @@ def check_split(model: Any, config: Any) -> None:
                    "use --transformer-impl local, or leave out --pipeline-delay-weights")
         if getattr(module, "gtp_remat_size", 1) > 1 or any(
                 hasattr(p, "__fsdp_param__") for p in module.parameters(recurse=False)):
-            refuse(split, "weights that are cut over replicas, in", kind.__name__, "whole",
+            refuse(split, "weights that are split over replicas, in", kind.__name__, "whole",
                    "leave out --use-megatron-fsdp, or --pipeline-delay-weights")

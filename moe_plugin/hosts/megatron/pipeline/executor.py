@@ -1,7 +1,8 @@
-"""Runs the passes of a stage in a given order, by Megatron's own functions for one pass.
+"""Passes of a stage in a given order, run by Megatron's own functions for a single pass.
 
-What Megatron's `forward_backward_pipelining_without_interleaving` does around the
-passes is done here too: losses, tokens, held back reductions, finished gradients.
+The module also does the work that Megatron's `forward_backward_pipelining_without_interleaving`
+does around the passes: it collects losses and token counts, delays reductions, and finishes
+gradients.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from moe_plugin.hosts.megatron.compat.names import schedules
 from moe_plugin.planner.pipeline.schedules import order, warm_up
 from moe_plugin.utils.machine import wait_for_device
 
-# Transfers between neighbouring stages that go on while a stage computes.
-AHEAD = 2  # receives that wait for a neighbour's next tensors; gloo moves bytes only into these
+# number of receives that are posted in advance, so that transfers continue while a stage computes;
+# gloo transfers data only into posted receives
+AHEAD = 2
 
 
 class Receiver:
     """The tensors that a neighbour sends in one direction, in order.
 
-    Receives are posted ahead, so that a tensor arrives while others are computed.
+    Receives are posted in advance, so that a tensor arrives while other tensors are processed.
     """
 
     def __init__(self, source: int, shapes: list[tuple[int, ...]], empty: Callable[..., Tensor],
@@ -48,7 +50,7 @@ class Receiver:
             self._posted.append((tensor, work))
 
     def next(self) -> Tensor:
-        """The next tensor, once it is there."""
+        """Wait for the next tensor and return it."""
         tensor, work = self._posted.popleft()
         with named(f"receive of {self.what}", self.group):
             work.wait()
@@ -57,14 +59,17 @@ class Receiver:
 
 
 class Sender:
-    """Tensors to a neighbour in one direction. They are kept until they have left."""
+    """Asynchronous sends of tensors to a neighbour in one direction.
+
+    A tensor is retained until it has been sent.
+    """
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
         self.target, self.group, self.tag, self.what = target, group, tag, what
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send it; its storage must not change until `finish`."""
+        """Start sending a tensor. The tensor's storage must not change until `finish`."""
         kept = tensor.detach().contiguous()
         work = dist.isend(kept, self.target, group=self.group, tag=self.tag)
         self._leaving.append((kept, work))
@@ -72,7 +77,7 @@ class Sender:
             self._wait()
 
     def finish(self) -> None:
-        """Wait until all have left."""
+        """Wait until all tensors have been sent."""
         while self._leaving:
             self._wait()
 
@@ -82,15 +87,16 @@ class Sender:
 
 
 class Links:
-    """A stage's transfers in one step: activations to the next stage, gradients back.
+    """The transfers of a stage in one step: activations to the next stage, gradients back.
 
     Args:
         group: the stages, in order.
-        backward_group: the same ranks, for gradients: NCCL runs the transfers of a group one after
-            another, so that both directions in one could wait for each other without end.
-        received, sent: shapes of the activations from the stage before, and of the gradients of
-            those sent to the next one, each in the order in which they come.
-        dtype, device: of what travels.
+        backward_group: a second group of the same ranks, for gradients. NCCL runs the transfers of
+            a group one after another, so with a single group the two directions could deadlock.
+        received: shapes of the activations from the previous stage, in the order of arrival.
+        sent: shapes of the gradients from the next stage, in the order of arrival.
+        dtype: dtype of the transferred tensors.
+        device: device of the transferred tensors.
     """
 
     def __init__(self, group: Any, backward_group: Any, received: list[tuple[int, ...]],
@@ -104,7 +110,8 @@ class Links:
         before = dist.get_global_rank(group, stage - 1) if stage else None
         after = dist.get_global_rank(group, stage + 1) if stage < stages - 1 else None
         activations, gradients = "a stage's activations", "a stage's gradients"
-        # of this step alone: what a step that failed has left over is not taken for another's
+        # new tags for every step, so that messages left over from a failed step are not received
+        # by a later step
         forth = comm_of(group).state.next_tag(2)
         back = forth + 1
         self.inputs = before is not None and Receiver(before, received, empty, group, forth,
@@ -115,14 +122,14 @@ class Links:
                                                            gradients)
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all tensors have been sent."""
         for sender in (self.outputs, self.input_grads):
             if sender:
                 sender.finish()
 
 
 Shape = tuple[int, ...]
-TRIES = 2  # of a transfer
+TRIES = 2  # number of measurements of a transfer
 
 
 class Step:
@@ -130,13 +137,14 @@ class Step:
 
     Args:
         passes: keyword arguments of Megatron's forward-backward functions; `model` and
-            `data_iterator` are a single one, or a list of one.
-        config: Megatron's.
-        group: the stages.
-        gradients: see `PipelineSchedule`.
+            `data_iterator` are a single object or a list with one object.
+        config: Megatron's `TransformerConfig`.
+        group: process group of the stages.
+        gradients: group for gradients, see `PipelineSchedule`.
         mode: order of the passes, see `planner.pipeline.schedules`.
     Attributes:
-        slices: of each sequence, in tokens; here one, the whole.
+        slices: lengths of a sequence's slices in tokens; here a single slice for the whole
+            sequence.
     """
 
     slices: tuple[int, ...] = (0,)
@@ -155,14 +163,15 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Shapes of the activations received, and of the gradients received for those sent; both
-        in the order of the passes.
+        """Return the shapes of the received activations and of the received gradients.
+
+        Both lists are in the order of the passes.
         """
         received, sent = self.shapes()
         return [received] * self.batches, [sent] * self.batches
 
     def shapes(self) -> tuple[Shape, Shape]:
-        """Shapes [s, B, h] of a micro-batch's activations, received and sent."""
+        """Return the shapes [s, B, h] of a micro-batch's received and sent activations."""
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
             micro_batch_size=self.passes["micro_batch_size"],
@@ -173,10 +182,10 @@ class Step:
         return tuple(received[0]), tuple(sent[0])
 
     def run(self) -> list[Any]:
-        """All passes, each once; gradients are finished; what the loss function logged, on the last
+        """Run every pass once, finish the gradients, and return the logged losses of the last
         stage.
         """
-        # gradients are not reduced until this is left
+        # gradients are not reduced until this context is closed in `reducing`
         self.held_back = (self.config.no_sync_func or contextlib.nullcontext)()
         self.held_back.__enter__()
         for kind, batch, number in order(self.stages, self.stage, self.batches, self.mode,
@@ -188,9 +197,11 @@ class Step:
 
     @contextlib.contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """A backward pass; from the last one on gradients are reduced."""
+        """Run a backward pass in the block. Gradients are reduced from the last backward pass
+        on.
+        """
         sync = self.config.grad_sync_func
-        # with a function for it, stages but the first reduce when they have nothing else to do
+        # with a grad_sync_func, stages other than the first reduce after their last pass
         at_once = sync is None or self.stage == 0
         if last and at_once:
             self.held_back.__exit__(None, None, None)
@@ -200,7 +211,7 @@ class Step:
             sync(self.model.parameters())
 
     def forward(self, batch: int, number: int) -> None:
-        """The forward pass of a micro-batch; its output is on its way."""
+        """Run the forward pass of a micro-batch and start sending its output."""
         taken = self.links.inputs.next().requires_grad_() if self.links.inputs else None
         full = self.config.num_microbatches_with_partial_activation_checkpoints
         window = warm_up(self.stages, self.stage, self.batches, self.mode)
@@ -220,7 +231,7 @@ class Step:
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def backward(self, batch: int, number: int) -> None:
-        """The backward pass of a micro-batch; its input's gradient is on its way."""
+        """Run the backward pass of a micro-batch and start sending the gradient of its input."""
         taken, output = self.alive.popleft()
         grad = self.links.output_grads.next() if self.links.output_grads else None
         with self.reducing(batch == self.batches - 1):
@@ -232,10 +243,12 @@ class Step:
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """What a backward pass has left, when its input's gradient is on its way; here nothing."""
+        """Finish a backward pass after its input's gradient was sent. Here nothing is left to
+        do.
+        """
 
     def _finish_gradients(self) -> None:
-        """Megatron's reductions over replicas and between the stages that share embeddings."""
+        """Run Megatron's reductions over replicas and between stages that share embeddings."""
         finalize = self.config.finalize_model_grads_func
         if finalize is not None:
             tokens = self.tokens if self.config.calculate_per_token_loss else None
@@ -252,9 +265,10 @@ def _only(value: Any) -> Any:
 
 
 def transfer_s(step: Step, shape: Shape) -> float:
-    """Seconds of a tensor of that shape between neighbours: half of the fastest round trip.
+    """Return the seconds for sending a tensor between neighbours: half of the fastest round trip.
 
-    Collective over the stages; pairs of stages take turns, so that no two share a stage.
+    This is a collective call of the stages. Even and odd pairs of stages are measured one after the
+    other, so that no stage takes part in two measurements at once.
     """
     group, worst = step.links.group, 0.0
     tensor = torch.zeros(shape, dtype=step.config.pipeline_dtype, device=step.device)

@@ -1,7 +1,7 @@
-"""Runs the passes of a stage slice by slice: forward in order, backward in reverse order.
+"""Passes of a stage slice by slice: forward in order, backward in reverse order.
 
-The last stage puts the outputs of a micro-batch's slices together before it computes the loss, so
-that any loss function of a host sees what it sees without slices.
+The last stage concatenates the outputs of a micro-batch's slices before computing the loss, so the
+loss function of a host receives the same tensors as without slices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
 from moe_plugin.layer import layers_in
 from moe_plugin.utils.machine import wait_for_device
 
-# A GPT model that is called with whole batches and computes one slice of their sequences.
 NAME = "terapipe"
 _BY_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")  # [B, S]
 _NOT_CUT = ("decoder_input", "inference_context", "inference_params", "packed_seq_params")
@@ -36,9 +35,10 @@ _CONFIG = (("context_parallel_size", 1), ("multi_latent_attention", False),
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """The bare GPT model in its wrappers.
+    """Return the bare GPT model inside its wrappers.
 
-    Raises: ValueError: a part of it or a setting of Megatron does not fit slices.
+    Raises:
+        ValueError: a part of the model or a setting of Megatron does not support slices.
     """
     for name, bound in _CONFIG:
         if (setting(config, name) or None) != (bound or None):
@@ -62,11 +62,13 @@ def check_model(model: Any, config: Any) -> Any:
 
 
 class CutModel:
-    """Cuts what a GPT model is called with to the slice that is set, inside `cutting`.
+    """A GPT model that is called with whole batches and computes one slice of their sequences.
+
+    The inputs are cut inside the context `cutting`, to the slice that `begin` sets.
 
     Args:
         bare: the model without its wrappers.
-        length: of a sequence.
+        length: length of a sequence in tokens.
     """
 
     def __init__(self, bare: Any, length: int) -> None:
@@ -78,7 +80,7 @@ class CutModel:
 
     @contextmanager
     def cutting(self) -> Iterator[None]:
-        """Inside, calls of the model compute the slice that `begin` set."""
+        """Make calls of the model compute the slice that `begin` has set, inside the block."""
         with ExitStack() as stack:
             hooks = [self.bare.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)]
             if getattr(self.bare, "position_embedding_type", None) == "rope":
@@ -90,7 +92,7 @@ class CutModel:
             yield
 
     def begin(self, part: SlicePart | None) -> None:
-        """Compute this slice from now on, forward or backward."""
+        """Select the slice for the following forward or backward passes."""
         self.part = part
         for attention in self.attentions:
             attention.part = part
@@ -106,7 +108,7 @@ class CutModel:
         for name in _BY_TOKENS:
             if given.get(name) is not None:
                 given[name] = self._cut_tokens(name, given[name], part)
-        if "attention_mask" in given:  # every attention asks the slice
+        if "attention_mask" in given:  # attention layers get the mask from the slice
             part.sequences.mask, given["attention_mask"] = given["attention_mask"], None
         return (), {**given.pop("kwargs", {}), **given}
 
@@ -122,13 +124,13 @@ class CutModel:
 
 
 class Again:
-    """An iterator's items, each as often as slices need it. None stays None."""
+    """An iterator that repeats an item until `next_batch` is called."""
 
     def __init__(self, data: Any) -> None:
         self._data, self._fresh, self._item = data, True, None
 
     def next_batch(self) -> None:
-        """The next item is a new one."""
+        """Read a new item from the wrapped iterator when the next item is requested."""
         self._fresh = True
 
     def __iter__(self) -> Again:
@@ -142,8 +144,9 @@ class Again:
 
 @contextmanager
 def weighed(part: SlicePart) -> Iterator[None]:
-    """Inside, auxiliary losses count by their share of a sequence's tokens: what is logged, and
-    unless Megatron weighs by tokens itself, their gradients.
+    """Weight auxiliary losses by the slice's share of a sequence's tokens inside the block.
+
+    The weights apply to logged values, and to gradients unless Megatron itself weights by tokens.
     """
     share = part.length / part.sequences.length
     before = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
@@ -153,16 +156,16 @@ def weighed(part: SlicePart) -> Iterator[None]:
         entry.values.copy_(start + share * (entry.values - start))
 
 
-Seconds = dict[tuple[str, int, int], list[float]]  # by kind, length and context of a slice
+Seconds = dict[tuple[str, int, int], list[float]]  # by kind of pass, length and start of a slice
 
 
 class SliceStep(Step):
-    """One training step of a stage, in slices of so many tokens each, first to last.
+    """One training step of a stage, computed in slices with the given numbers of tokens.
 
-    timed: measure passes; device work is awaited around each.
+    timed: whether to measure passes. Device work is awaited before and after each pass.
 
     Attributes:
-        seconds: what was measured.
+        seconds: the measured seconds of passes.
     """
 
     def __init__(self, passes: dict[str, Any], config: Any, group: Any, gradients: Any,
@@ -180,15 +183,18 @@ class SliceStep(Step):
         self.seconds: Seconds = defaultdict(list)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """See `Step`; gradients come in reverse order of a micro-batch's slices."""
+        """Return the shapes of the received tensors, see `Step`.
+
+        Gradients are received in the reverse order of a micro-batch's slices.
+        """
         (length, *received), (_, *sent) = self.shapes()
-        ranks = self.starts[-1] // length  # tensor-parallel ones that share a sequence
+        ranks = self.starts[-1] // length  # number of tensor-parallel ranks that share a sequence
         lengths = [part // ranks for part in self.slices]
         return ([(part, *received) for part in lengths] * self.batches,
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
     def run(self) -> list[Any]:
-        """See `Step`."""
+        """Run the step, see `Step`."""
         try:
             with self.cut.cutting():
                 return super().run()
@@ -207,7 +213,9 @@ class SliceStep(Step):
         return part
 
     def forward(self, batch: int, number: int) -> None:
-        """The forward pass of a slice; its output is on its way, or the loss is known."""
+        """Run the forward pass of a slice and send its output, or compute the loss on the last
+        stage.
+        """
         taken = self.links.inputs.next().requires_grad_() if self.links.inputs else None
         if self.again is not None and number == 0:
             self.again.next_batch()
@@ -237,7 +245,8 @@ class SliceStep(Step):
         return output
 
     def _loss(self, batch: int) -> None:
-        # the loss of all slices, and its gradients by slice; their backward passes are next
+        # the loss needs the outputs of all slices; its gradient is split into slices for their
+        # backward passes, which follow
         outputs = [self.graphs[batch, number][1].detach() for number in range(len(self.slices))]
         whole_BS = torch.cat(outputs, dim=1).requires_grad_()
         if self.config.timers is not None:
@@ -254,7 +263,7 @@ class SliceStep(Step):
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
     def backward(self, batch: int, number: int) -> None:
-        """The backward pass of a slice; its input's gradient is on its way."""
+        """Run the backward pass of a slice and send the gradient of its input."""
         taken, output = self.graphs.pop((batch, number))
         part = self._begin(batch, number)
         grad = self.links.output_grads.next() if self.links.output_grads else None
@@ -286,7 +295,7 @@ class SliceStep(Step):
 
 
 def check_slices(passes: dict[str, Any], config: Any) -> None:
-    """`ValueError`: the model or a setting of Megatron does not fit slices."""
+    """Raise a `ValueError` if the model or a setting of Megatron does not support slices."""
     [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
     _checked(model, config)
 
@@ -299,6 +308,6 @@ def _checked(model: Any, config: Any) -> torch.nn.Module:
         for name, value in (("router.pre_gate", router.pre_gate),
                             ("router.predict", router.predict)):
             if value:
-                refuse(NAME, name, value, "off where activations are recomputed",
-                       "leave out --recompute-granularity, or it")
+                refuse(NAME, name, value, "off if activations are recomputed",
+                       f"leave out --recompute-granularity or {name}")
     return bare

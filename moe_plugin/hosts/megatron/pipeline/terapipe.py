@@ -1,4 +1,4 @@
-"""TeraPipe (arXiv 2102.07988): slices of sequences flow through the stages."""
+"""TeraPipe (arXiv 2102.07988): slices of sequences are pipelined through the stages."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from moe_plugin.planner.pipeline.schedules import equal_slices
 from moe_plugin.planner.pipeline.slices import SliceProfile, fit, slice_seconds
 from moe_plugin.planner.trials import BUSY, Checks
 
-# The first steps of a run measure slices of several lengths; then the best ones are chosen.
-#
-# Every step trains, whatever it measures. All ranks choose the same slices, from the slowest rank's
-# times. Now and then a step with the chosen slices is measured: if it is much faster than the
-# trials
-# said, the machine was busy during the trials, and they are repeated.
-COUNTS = (1, 2, 4, 8)  # equal slices of the trials
+# The first steps of a run measure slices of several lengths. Then the best slices are chosen.
+# Every step is a training step, even if it is measured. All ranks choose the same slices, based on
+# the times of the slowest rank. From time to time a step with the chosen slices is measured. If it
+# is much faster than the trials predicted, the machine was busy during the trials, and the trials
+# are repeated.
+COUNTS = (1, 2, 4, 8)  # numbers of equal slices in the trials
 ROUNDS = 2
 logger = logging.getLogger(__name__)
 
 
 class SliceTrials:
-    """Slices of each step until the best are known.
+    """Choice of the slices for each step, until the best slices are known.
 
-    Args: length: of a sequence. multiple: of which every slice must be one.
+    Args:
+        length: length of a sequence in tokens.
+        multiple: every slice length must be a multiple of this number.
 
     Attributes:
-        profile: what was measured, once it is complete.
-        chosen: the best slices.
+        profile: the measurements, or None until they are complete.
+        chosen: the best slices, or None until they are known.
         samples: [length, context, seconds] of forward passes on the slowest rank.
     """
 
@@ -58,11 +59,17 @@ class SliceTrials:
         self._seconds: Seconds = defaultdict(list)
 
     def knows(self, length: int) -> bool:
-        """Whether sequences of this length can be cut: while slices are measured, those alone."""
+        """Return whether sequences of this length can be cut.
+
+        While slices are being measured, only sequences of the measured length can be cut.
+        """
         return self.chosen is not None or length == self.length
 
     def next(self, length: int) -> tuple[tuple[int, ...], bool]:
-        """(slices of the next step, whether it is measured); length: of its sequences."""
+        """Return the slices of the next step and whether the step is measured.
+
+        length: length of the step's sequences.
+        """
         if self.chosen is not None:
             self._checks.calls += 1
             return self._best_of(length), length == self.length and self._checks.due()
@@ -70,7 +77,9 @@ class SliceTrials:
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """After each step; after the last trial and a check, a collective call of all ranks."""
+        """Record a step. After the last trial and after a check this is a collective call of all
+        ranks.
+        """
         if self.chosen is not None:
             if step.timed:
                 self._check(step)
@@ -81,7 +90,7 @@ class SliceTrials:
         if self._steps < len(self._trials):
             return
         keys = sorted(self._seconds)
-        measured = [min(self._seconds[key]) for key in keys]  # what disturbs adds to them
+        measured = [min(self._seconds[key]) for key in keys]  # disturbances only add time
         received, _ = step.shapes()
         sent = [transfer_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
         numbers = torch.tensor([*measured, *sent], dtype=torch.float64, device=step.device)
@@ -89,7 +98,7 @@ class SliceTrials:
         times = {kind: fit((length, context, s) for (k, length, context), s in
                            zip(keys, slowest, strict=True) if k == kind)
                  for kind in ("forward", "backward")}
-        few = self.length // received[0]  # tensor-parallel ranks may share a sequence
+        few = self.length // received[0]  # tokens per row: tensor-parallel ranks share a sequence
         token_s = max(0.0, all_s - few_s) / max(1, self.length - few)
         self.profile = SliceProfile(
             length=self.length, multiple=self.multiple, stages=step.stages,
@@ -100,7 +109,7 @@ class SliceTrials:
         self.samples = [[length, context, s] for (kind, length, context), s in
                         zip(keys, slowest, strict=True) if kind == "forward"]
         if dist.get_rank() == 0:
-            logger.info("pipeline slices %s: %.3g s a step predicted, %.3g s without slices",
+            logger.info("pipeline slices %s: %.3g s per step predicted, %.3g s without slices",
                         ",".join(map(str, self.chosen)), best_s, whole_s)
             logger.info("slice_samples with batch (moe-plugin plan --pipeline): %s", [
                 [received[1], *sizes, float(f"{s:.3g}")] for *sizes, s in self.samples])
@@ -119,26 +128,28 @@ class SliceTrials:
             return
         self.chosen, self._steps = None, 0
         if dist.get_rank() == 0:
-            logger.info("pipeline slices: a step took much less than the trials said, so that they "
-                        "are repeated")
+            logger.info("pipeline slices: a step was much faster than the trials predicted, so the "
+                        "trials are repeated")
 
     def _best_of(self, length: int) -> tuple[int, ...]:
-        # of sequences of another length than the measured ones by the times of those
+        # times for other sequence lengths are predicted from the measured length
         if length not in self._best:
             profile = dataclasses.replace(self.profile, length=length)
             self._best[length], seconds = profile.best()
             if dist.get_rank() == 0:
-                logger.info("sequences have %d tokens, slices were measured with %d: pipeline "
-                            "slices %s, %.3g s a step predicted", length, self.length,
+                logger.info("sequences have %d tokens, but slices were measured with %d: pipeline "
+                            "slices %s, %.3g s per step predicted", length, self.length,
                             ",".join(map(str, self._best[length])), seconds)
         return self._best[length]
 
 
 @register
 class SliceSchedule(PipelineSchedule):
-    """Stage i of n begins with n - i + S - 1 forward passes of slices; see docs/pipeline.md.
+    """Schedule in which stage i of n starts with n - i + S - 1 forward passes of slices.
 
-    trials: what was learned of the best slices; None: they are given.
+    S is the number of slices; see docs/pipeline.md.
+
+    trials: measurements of the best slices, or None if the slices are given.
     """
 
     name = NAME
@@ -150,7 +161,7 @@ class SliceSchedule(PipelineSchedule):
         self.trials: SliceTrials | None = None
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """See `PipelineSchedule`."""
+        """Run a step, see `PipelineSchedule`."""
         length = passes.get("decoder_seq_length") or passes["seq_length"]
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         slices, timed = self._next(length, multiple, config.deterministic_mode)
@@ -162,32 +173,33 @@ class SliceSchedule(PipelineSchedule):
 
     def _next(self, length: int, multiple: int,
               deterministic: bool) -> tuple[tuple[int, ...], bool]:
-        """(slices of the next step, whether they are measured)."""
+        """Return the slices of the next step and whether they are measured."""
         slices = given_slices(self.settings.slices, length, multiple)
         if slices:
             return slices, False
         if deterministic:
             refuse(NAME, "deterministic_mode", True, "off without pipeline.slices",
-                   "slices chosen by measured time add up in another order from run to run: give "
-                   "their lengths")
+                   "set pipeline.slices to fixed lengths, because slices chosen by measured times "
+                   "change the order of sums from run to run")
         if self.trials is None or not self.trials.knows(length):
             self.trials = SliceTrials(length, multiple)
         return self.trials.next(length)
 
 
 def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...]:
-    """Lengths of slices as `pipeline.slices` gives them; empty for `best` and none.
+    """Return the lengths of slices that `pipeline.slices` sets; empty for `best` and None.
 
     Args:
-        text: lengths such as `512,256,256`, or how many equal ones.
-        length: of a sequence.
-        multiple: of which every slice must be one.
-    Raises: ValueError: they do not fit the sequence.
+        text: lengths such as `512,256,256`, or the number of equal slices.
+        length: length of a sequence in tokens.
+        multiple: every slice length must be a multiple of this number.
+    Raises:
+        ValueError: the lengths do not fit the sequence.
     """
     if text in (None, "best"):
         return ()
-    remedy = (f"give lengths that are multiples of {multiple} and sum to seq_length={length}, or "
-              "how many equal ones")
+    remedy = (f"use lengths that are multiples of {multiple} and sum to seq_length={length}, or "
+              "the number of equal slices")
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

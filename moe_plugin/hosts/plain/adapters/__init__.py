@@ -1,8 +1,8 @@
-"""LoRA and DoRA on the experts of `MoELayer`s, in every layout and at every number of ranks.
+"""LoRA and DoRA adapters on the experts of `MoELayer`s, for every layout and number of ranks.
 
-    swap_moe_blocks(model)                      # or replace_ffn, or layers of one's own
+    swap_moe_blocks(model)                      # or replace_ffn, or your own layers
     add_lora(model, rank=8, alpha=16)
-    ...                                         # train: adapters alone have gradients
+    ...                                         # train: only the adapters have gradients
     save_adapter(model, folder)
     merge_lora(model)
 """

@@ -1,4 +1,4 @@
-"""`add_lora`: which experts of a model get adapters, and what is frozen."""
+"""`add_lora`: add low-rank adapters to the experts of a model, and freeze the other parameters."""
 
 from __future__ import annotations
 
@@ -22,40 +22,46 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
              experts: Collection[int] | None = None,
              rank_pattern: Mapping[str, int] | None = None, use_rslora: bool = False,
              use_dora: bool = False, freeze: bool = True) -> list[str]:
-    """Give experts low-rank adapters, which change nothing until they are trained.
+    """Add low-rank adapters to experts. The adapters change nothing until they are trained.
 
-    Expert l computes with w + (alpha / r) a b in the place of w: a is drawn as `peft` does, b is 0.
-    Call it when the model has its weights, before it is wrapped (`ddp_model`, `fully_shard_model`)
-    and before the optimizer is made; on all ranks.
+    Expert l computes with w + (alpha / r) a b instead of w. The factor a is initialized like in
+    `peft`, and b is 0. Call this function on all ranks when the model has its weights, before the
+    model is wrapped (`ddp_model`, `fully_shard_model`) and before the optimizer is built.
 
     Args:
-        rank: r.
-        alpha: see above; with use_rslora the factor is alpha / sqrt(r).
-        use_dora: the columns of the sum have lengths of their own, which train.
-        targets: "gate_up" (the first maps; both share a, as in `peft`'s adapters of
+        model: a model with `MoELayer`s.
+        rank: the rank r of the adapters.
+        alpha: scale of the adapters. The factor is alpha / r, or alpha / sqrt(r) with use_rslora.
+        targets: "gate_up" (the first maps, which share one factor a as in `peft`'s adapters of
             `gate_up_proj`), "down", or both.
-        experts: global indices of those that get adapters; None: all. (Others keep rows of zeros.)
-        rank_pattern: r by regular expressions that match the end of
-            `NAME.experts.INDEX.TARGET`, NAME that of the layer; 0: no adapter. The first counts.
-        freeze: everything else in the model; False: only these experts' own weights.
-    Returns: names of the layers.
+        experts: global indices of the experts that get adapters; the remaining experts store rows
+            of zeros. Optional. Defaults to all experts.
+        rank_pattern: ranks by regular expressions that must match the end of
+            `NAME.experts.INDEX.TARGET`, where NAME is the name of the layer. The first match
+            counts, and the rank 0 means no adapter.
+        use_rslora: whether the factor is alpha / sqrt(r) (rsLoRA).
+        use_dora: whether the lengths of the columns of the sum are trained separately (DoRA).
+        freeze: whether all other parameters of the model are frozen. With False, only the weights
+            of the adapted layers' experts are frozen.
+    Returns: names of the layers with adapters.
     Raises:
-        ValueError: there is no layer, its experts cannot have adapters or have some, or no expert
-            gets one.
+        ValueError: the model has no layer, its experts do not support adapters or already have
+            adapters, or the arguments select no expert.
     """
     _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no MoELayer, so that nothing gets adapters: "
-                         "call swap_moe_blocks(model) or replace_ffn(model) first; in a model of "
-                         "transformers whose experts stay, use peft's target_parameters")
+        raise ValueError(f"{type(model).__name__} has no MoELayer whose experts could get adapters."
+                         " Call swap_moe_blocks(model) or replace_ffn(model) first. For a "
+                         "transformers model that keeps its own experts, use peft's "
+                         "target_parameters")
     made = {name: ExpertRanks(_ranks(name, layer, rank, targets, experts, rank_pattern or {}),
                               dict.fromkeys(TARGETS.values(), alpha), use_rslora, use_dora)
             for name, layer in layers.items()}
-    if not any(each.ranks for each in made.values()):
+    if not any(layer_ranks.ranks for layer_ranks in made.values()):
         raise ValueError(f"experts={short(experts)} with rank_pattern={short(rank_pattern)} leaves "
-                         "no expert with an adapter: must be global indices from 0, and patterns "
-                         "that match NAME.experts.INDEX.TARGET; give others")
+                         "no expert with an adapter. Pass global indices from 0, and patterns that "
+                         "match NAME.experts.INDEX.TARGET")
     for parameter in model.parameters() if freeze else ():
         _freeze(parameter)
     for name, layer in layers.items():
@@ -79,13 +85,13 @@ def _add(layer: MoELayer, ranks: ExpertRanks) -> None:
 
 
 class _SavesExperts:
-    """`save_pretrained` of a model of `peft`, which knows its own adapters alone."""
+    """A `save_pretrained` for `peft` models, whose own function saves only `peft`'s adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """All adapters, see `save_adapter`. Collective."""
+        """Save all adapters, see `save_adapter`. Collective."""
         save_adapter(self.model, save_directory)
 
 
@@ -96,44 +102,46 @@ def _freeze(parameter: nn.Parameter) -> None:
 
 def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> None:
     if rank < 1:
-        raise ValueError(f"rank={rank} must be >= 1; use rank_pattern={{...: 0}} for experts "
+        raise ValueError(f"rank={rank} must be >= 1. Use rank_pattern={{...: 0}} for experts "
                          "without an adapter")
     if (least := min(pattern.values(), default=0)) < 0:
-        raise ValueError(f"rank_pattern={short(dict(pattern))}: {least} must be >= 0; use 0 for "
-                         "experts without an adapter")
+        raise ValueError(f"rank_pattern={short(dict(pattern))} contains {least}, but ranks must be "
+                         ">= 0. Use 0 for experts without an adapter")
     if isinstance(targets, str) or not set(targets) <= set(TARGETS) or not targets:
-        raise ValueError(f"targets={short(targets)} must be a list of {', '.join(TARGETS)}; for "
+        raise ValueError(f"targets={short(targets)} must be a list of {', '.join(TARGETS)}. For "
                          "routers use peft's target_parameters")
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Names and layers of a model; `ValueError` for experts that cannot have adapters."""
+    """Yield the names and layers of a model. Raise `ValueError` if experts do not support adapters.
+    """
     for name, layer in named_layers_in(model).items():
         built, where = layer.experts, f"layer {name!r}"
         if not isinstance(built, FFNExperts):
-            raise ValueError(f"{where} has {type(built).__name__} as experts: must be experts of "
-                             "kind ffn or gated_ffn on the device (experts.store=device), without "
-                             "another adapter in their place; use peft for others")
+            raise ValueError(f"{where} has experts of the type {type(built).__name__}, which do "
+                             "not support adapters. Use experts of kind ffn or gated_ffn on the "
+                             "device (experts.store=device) without other adapters, or use peft")
         if layer.config.experts.precision in ROUNDED:
             raise ValueError(f"{where} has experts.precision={layer.config.experts.precision}, "
-                             "whose kernels take no adapters: must be ieee or tf32; set it so")
+                             "whose kernels do not support adapters. Set experts.precision to ieee "
+                             "or tf32")
         if built.w_in_LDF.is_meta:
-            raise ValueError(f"{where} is on the meta device: must have its weights; call add_lora "
-                             "after they are loaded")
+            raise ValueError(f"{where} is on the meta device and has no weights yet. Call add_lora "
+                             "after the weights are loaded")
         yield name, layer
 
 
 def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
            experts: Collection[int] | None, pattern: Mapping[str, int]) -> dict[str, list[int]]:
-    """r of every expert by target, without targets of which no expert has any."""
+    """Return the rank of every expert for each target; targets without adapters are left out."""
     built, count = layer.experts, layer.config.num_experts
     assert isinstance(built, FFNExperts)
     if built.adapters is not None:
-        raise ValueError(f"layer {name!r} has adapters already: must be added once; call "
-                         "merge_lora(model) before")
+        raise ValueError(f"layer {name!r} already has adapters. Call merge_lora(model) before you "
+                         "add new adapters")
     if unknown := [e for e in experts or () if not 0 <= e < count]:
-        raise ValueError(f"experts={short(experts)}: {unknown[0]} must be in 0..{count - 1}, the "
-                         f"experts of layer {name!r}; leave it out")
+        raise ValueError(f"experts={short(experts)} contains {unknown[0]}, but layer {name!r} has "
+                         f"the experts 0..{count - 1}. Leave this index out")
 
     def of(expert: int, target: str) -> int:
         full = f"{name}.experts.{expert}.{target}"
@@ -141,5 +149,5 @@ def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
         return next((r for key, r in pattern.items() if re.match(rf"(.*\.)?({key})$", full)),
                     rank if chosen else 0)
 
-    found = {target: [of(expert, target) for expert in range(count)] for target in targets}
-    return {TARGETS[target]: ranks for target, ranks in found.items() if any(ranks)}
+    by_target = {target: [of(expert, target) for expert in range(count)] for target in targets}
+    return {TARGETS[target]: ranks for target, ranks in by_target.items() if any(ranks)}

@@ -1,8 +1,8 @@
-"""Files of `peft` for adapters on experts of a model of `transformers` with our layers.
+"""Save the adapters of experts in `peft` files, for `transformers` models with our layers.
 
-`peft` adapts the stacks of experts as parameters (`target_parameters`): a file has, for each stack,
-`lora_A` [r * E, in], expert after expert, and `lora_B` [out, r * E], in which an expert's columns
-are E apart (`ParamWrapper` of `peft.tuners.lora`).
+`peft` adapts the stacks of experts as parameters (`target_parameters`). For each stack a file
+contains `lora_A` [r * E, in], where the rows of one expert are adjacent, and `lora_B` [out, r * E],
+where the columns of one expert are E apart (`ParamWrapper` of `peft.tuners.lora`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import half_of, make_folder, write_remedy
 
 TENSORS = "adapter_model.safetensors"
-START = "base_model.model."  # of all names in a file, and of those in a model of peft
+START = "base_model.model."  # prefix of all names in a file and in a peft model
 
 
 @dataclass(frozen=True)
 class PeftStack:
-    """How `transformers` stores one of the two stacks of a block's experts, and how `peft` stores
-    the adapters on it.
+    """The storage of one stack of a block's experts in `transformers`, and of its adapters in
+    `peft`.
 
     Attributes:
-        name: the name of the stack's parameter in the module of the experts.
-        parts: how many of our weights are along its output axis: 2 for gates and inputs, or 1.
-        in_turn: gates and inputs take turns along the output axis; otherwise all gates come first.
-        flipped: `peft` reads the stack's output axis as its input axis, because the stack is
-            transposed and its module lacks `is_transposed` (Llama 4). Both factors then change
-            places.
+        name: name of the stack's parameter in the experts module.
+        parts: number of our weights along the output axis: 2 for gate and input weights, or 1.
+        in_turn: whether gate and input columns alternate along the output axis. If they do not
+            alternate, all gate columns precede the input columns.
+        flipped: whether `peft` treats the stack's output axis as its input axis and therefore
+            exchanges the two factors. `peft` does so if the stack is transposed and its module
+            lacks `is_transposed` (Llama 4).
     """
 
     name: str
@@ -51,13 +52,14 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return `lora_A` and `lora_B` for our a and for the b of each part, gates first."""
+        """Return `lora_A` and `lora_B` for our factor a and the factors b of each part, gate first.
+        """
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
         return first.flatten(0, 1), second.permute(2, 1, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, list[Tensor]]:
-        """The inverse of `to_peft`."""
+        """Return our factor a and the factors b of each part. This is the inverse of `to_peft`."""
         factors = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         first, b_ERO = reversed(factors) if self.flipped else factors
         if self.in_turn:
@@ -65,13 +67,14 @@ class PeftStack:
         return first.mT, list(b_ERO.chunk(self.parts, -1))
 
     def shapes(self, inner: int, outer: int) -> tuple[int, int]:
-        """The sizes that `lora_A` has as its input and `lora_B` as its output."""
+        """Return the input width of `lora_A` and the output width of `lora_B`."""
         outer *= self.parts
         return (outer, inner) if self.flipped else (inner, outer)
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """The stacks of a block's experts, by the names of `PLACES`, in the order of its module."""
+    """Return the stacks of a block's experts by the names of `PLACES`, in the order of the module.
+    """
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
     gated = family.gated
@@ -81,17 +84,20 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `add_lora` as `peft` does, for the model before `swap_moe_blocks`:
-    `PeftModel.from_pretrained(model, folder)`. Collective; the first rank writes.
+    """Write the adapters of `add_lora` in `peft`'s format. Collective; the first rank writes.
 
-    Of a model that `peft` has wrapped, its own adapters are in the same file. Experts of one layer
-    have one rank and scale there: others get columns of zeros, and their scale moves into b.
+    The file fits the model as it was before `swap_moe_blocks`:
+    `PeftModel.from_pretrained(model, folder)`. If `peft` has wrapped the model, the file also
+    contains `peft`'s own adapters. In the file all experts of a layer have the same rank and scale:
+    smaller factors are padded with columns of zeros, and differences in scale are moved into b.
 
     Args:
-        model: with blocks of `swap_moe_blocks`, or `peft`'s model around it.
+        model: a model with blocks of `swap_moe_blocks`, or a `peft` model around such a model.
+        folder: folder to write to.
     Raises:
-        ValueError: there are no adapters, they are not in such blocks, or they have lengths (DoRA),
-            which `peft` has on no stack of experts. Or the folder cannot be written.
+        ValueError: the model has no adapters, an adapter is outside of the blocks of
+            `swap_moe_blocks`, an adapter uses DoRA (which `peft` does not support for stacks of
+            experts), or the folder cannot be written.
     """
     import peft
     from safetensors import SafetensorError
@@ -102,12 +108,12 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
               for name, block in swapped_blocks(model)}
     ours = [layer.experts.adapters for layer in layers.values()]
     if odd := sorted(set(layers) - set(blocks)):
-        raise ValueError(f"layer {odd[0]!r} is in no block of swap_moe_blocks: must be, for peft "
-                         "to know its experts; use moe_plugin.checkpoint.save")
+        raise ValueError(f"layer {odd[0]!r} is outside of any block of swap_moe_blocks, so that "
+                         "peft could not find its experts. Use moe_plugin.checkpoint.save")
     if any(ranks.dora for ranks in ours):
-        raise ValueError("use_dora=True: peft has no DoRA on stacks of experts, and no file for "
-                         "it: must be False; use moe_plugin.checkpoint.save, or merge_lora(model) "
-                         "and save_pretrained")
+        raise ValueError("adapters with use_dora=True cannot be saved, because peft does not "
+                         "support DoRA on stacks of experts. Use moe_plugin.checkpoint.save, or "
+                         "merge_lora(model) and save_pretrained")
     wrapped = hasattr(model, "peft_config")
     state = {} if not wrapped else dict(peft.get_peft_model_state_dict(model))
     if not wrapped:
@@ -130,9 +136,9 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
                 full[f"experts.{a}"], scaled)
             targets.append(target)
             if ranks.rooted != config.use_rslora:
-                raise ValueError(f"use_rslora={ranks.rooted} in layer {name!r} and "
-                                 f"{config.use_rslora} in others: must be the same; call add_lora "
-                                 "with it alike")
+                raise ValueError(f"layer {name!r} has use_rslora={ranks.rooted}, but other layers "
+                                 f"have use_rslora={config.use_rslora}. Call add_lora with the "
+                                 "same use_rslora for all layers")
             config.rank_pattern = _noted(config.rank_pattern, target, r, config.r)
             config.alpha_pattern = _noted(config.alpha_pattern, target, ranks.alphas[place],
                                           config.lora_alpha)
@@ -148,21 +154,21 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
             config.save_pretrained(str(folder))
         except (OSError, SafetensorError) as error:
             half.unlink(missing_ok=True)
-            raise ValueError(f"{file} cannot be written ({short(error)}); a file that was there "
-                             f"is untouched; {write_remedy(error, folder)}") from error
+            raise ValueError(f"{file} cannot be written ({short(error)}). An existing file was not "
+                             f"changed; {write_remedy(error, folder)}") from error
 
 
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:
-    """`ValueError` for adapters of `peft` on modules that only our layers have."""
+    """Raise `ValueError` for `peft` adapters on modules that only our layers have."""
     inside = tuple(f"{START}{block}.moe." for block in blocks)
-    if found := sorted(name for name in state if name.startswith(inside)):
-        raise ValueError(f"{found[0]!r} adapts a module of our layer, which the model before "
-                         "swap_moe_blocks does not have: must be none; give LoraConfig "
-                         r"exclude_modules=r'.*\.moe\..*'")
+    if names := sorted(name for name in state if name.startswith(inside)):
+        raise ValueError(f"{names[0]!r} adapts a module of our layer, which does not exist in the "
+                         "model before swap_moe_blocks. Pass "
+                         r"exclude_modules=r'.*\.moe\..*' to LoraConfig")
 
 
 def _config(model: nn.Module) -> Any:
-    """Of the adapters that `peft` has in a model; of none."""
+    """Return a copy of the model's `peft` configuration, or an empty one without `peft`."""
     import peft
 
     if not hasattr(model, "peft_config"):
@@ -172,14 +178,17 @@ def _config(model: nn.Module) -> Any:
 
 
 def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
-    """The value that `peft` reads for a target: the first pattern that matches its end counts."""
+    """Return the value that `peft` reads for a target: that of the first pattern matching its end.
+    """
     return next((value for key, value in pattern.items()
                  if re.match(rf"(.*\.)?({key})$", target)), usual)
 
 
 def _noted(pattern: dict[str, Any], target: str, value: float, usual: float) -> dict[str, Any]:
-    """`pattern`, so that `peft` reads `value` for the target. It stores patterns in the order of
-    their characters: the space, which the pattern repeats zero times, comes before all others.
+    """Extend `pattern` so that `peft` reads `value` for the target.
+
+    `peft` stores patterns in alphabetical order. The new pattern begins with a space that is
+    repeated zero times, so that it sorts before all other patterns.
     """
     if by_pattern(pattern, target, usual) == value:
         return pattern

@@ -1,4 +1,4 @@
-"""`load_adapter`: adapters from files of `peft`, each rank its own experts'."""
+"""`load_adapter`: load the adapters of experts from `peft` files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from moe_plugin.utils import checksums
 
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
-    """Give experts the adapters of `peft`'s file; each rank takes its own. Collective.
+    """Add the adapters of a `peft` file to experts. Each rank loads its own experts. Collective.
 
     Args:
-        model: as of `save_adapter`; a model of `peft` takes its own adapters from the file, too.
-        folder: with `adapter_config.json` and `adapter_model.safetensors`.
+        model: as in `save_adapter`. A `peft` model also loads its own adapters from the file.
+        folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
         freeze: see `add_lora`.
-    Returns: names of the layers that have adapters now.
+    Returns: names of the layers with adapters.
     Raises:
-        ValueError: the file is damaged, of another kind of adapter or another model, or has
-            adapters of modules that `peft` would have to wrap first.
+        ValueError: the file is damaged, contains another kind of adapter, belongs to another model,
+            or has adapters of modules that `peft` must wrap first.
     """
     _refuse_pickles(Path(folder))
     import peft
@@ -38,29 +38,31 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
 
     config = peft.LoraConfig.from_pretrained(str(folder))
     if config.peft_type != peft.PeftType.LORA or config.use_dora:
-        raise ValueError(f"{str(folder)!r} holds {config.peft_type.value} with use_dora="
-                         f"{getattr(config, 'use_dora', False)}: must be LoRA; give another folder")
+        raise ValueError(f"{str(folder)!r} contains {config.peft_type.value} adapters with "
+                         f"use_dora={getattr(config, 'use_dora', False)}. Only LoRA with "
+                         "use_dora=False can be loaded. Pass another folder")
     path = Path(folder) / TENSORS
     with refused_if_unreadable(f"{str(path)!r} cannot be read", "get the file again"):
         checksums.verify(path)
         rest = load_file(path)
-    found, pattern = {}, {}
+    pairs, pattern = {}, {}
     ours = {place: target for target, place in TARGETS.items()}
     for name, block in swapped_blocks(model):
         stacks = stacks_of(block)
         targeted = _targeted(name.removeprefix(START), stacks, config.target_parameters or ())
         for place, pair in _pairs(name.removeprefix(START), block.moe, stacks, targeted, rest):
-            found[name, place] = stacks[place], pair
+            pairs[name, place] = stacks[place], pair
             r = pair[0].shape[0] // block.moe.config.num_experts
             pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[place]}"] = r
-    if not found:
-        raise ValueError(f"{str(folder)!r} has no adapters of experts of {type(model).__name__}: "
-                         "must have some of its stacks (target_parameters); call "
-                         "swap_moe_blocks(model) first, or let peft load it")
+    if not pairs:
+        raise ValueError(f"{str(folder)!r} has no adapters for the experts of "
+                         f"{type(model).__name__}. The adapters must target stacks of experts "
+                         "(target_parameters). Call swap_moe_blocks(model) first, or load the "
+                         "folder with peft")
     _check_rest(model, rest, folder)
-    made = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
-                    use_rslora=config.use_rslora, freeze=freeze)
-    for (name, place), (stack, pair) in found.items():
+    adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
+                       use_rslora=config.use_rslora, freeze=freeze)
+    for (name, place), (stack, pair) in pairs.items():
         target = f"{name.removeprefix(START)}.experts.{stack.name}"
         layer = model.get_submodule(f"{name}.moe")
         _fill(layer, place, stack, pair)
@@ -70,34 +72,34 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
                               place: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
     if rest:
         peft.set_peft_model_state_dict(model, rest)
-    return made
+    return adapted
 
 
 def _refuse_pickles(folder: Path) -> None:
     for name in ("adapter_config.json", TENSORS):
         if not (folder / name).is_file():
             pickled = (folder / "adapter_model.bin").is_file()
-            why = ("; adapter_model.bin is a pickle, which can hold code and is not read: save the "
-                   "adapter with save_pretrained(..., safe_serialization=True)" if pickled
-                   else "; give the folder of an adapter of peft")
+            why = ("; adapter_model.bin is a pickle, which may contain code and is not read. Save "
+                   "the adapter with save_pretrained(..., safe_serialization=True)" if pickled
+                   else "; pass the folder of a peft adapter")
             raise ValueError(f"{str(folder)!r} has no {name}{why}")
 
 
 def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path) -> None:
-    """`ValueError` unless a model of `peft` has the adapters that are of no expert."""
+    """Raise `ValueError` unless the `peft` model has all adapters that belong to no expert."""
     import peft
 
     known = peft.get_peft_model_state_dict(model) if hasattr(model, "peft_config") else {}
     unknown = next((name for name in rest if "lora_" in name and name not in known), None)
     if unknown is not None:
-        raise ValueError(f"{str(folder)!r} has {unknown!r}, which is of no expert: must "
-                         "be in peft's model; call get_peft_model(model, LoraConfig(target_modules="
-                         "...)) with the modules of the file first (in blocks of swap_moe_blocks, "
-                         "routers and shared experts do not have these names)")
+        raise ValueError(f"{str(folder)!r} has {unknown!r}, which belongs to no expert and is not "
+                         "in the model. Call get_peft_model(model, LoraConfig(target_modules=...)) "
+                         "with the modules of the file first (in blocks of swap_moe_blocks, "
+                         "routers and shared experts have other names)")
 
 
 def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
-    """Places of a block's stacks that `peft` adapts; the last is the outermost adapter."""
+    """Return the stacks of a block that `peft` adapts; the last entry is the outermost adapter."""
     def full(place: str) -> str:
         return f".{name}.experts.{stacks[place].name}"
 
@@ -107,10 +109,11 @@ def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[st
 
 def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
            rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Place and `lora_A`, `lora_B` of a layer's stacks, which are taken out of `rest`.
+    """Yield the stack name and the pair (`lora_A`, `lora_B`) of each adapter, and remove it from
+    `rest`.
 
-    Which adapter is inside of which depends on `peft`. Shapes tell them apart; where both stacks
-    have the same shape, the order of `targeted` does.
+    The nesting of the adapters depends on `peft`. The stack is identified by the shapes. If both
+    stacks have the same shape, the order of `targeted` decides.
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
@@ -124,20 +127,21 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
         place = next((each for each in reversed(left)
                       if sizes[each] == (a.shape[1], b.shape[0])), None)
         if place is None or a.shape[0] % config.num_experts:
-            raise ValueError(f"{key}A.weight and B have shapes {tuple(a.shape)}, {tuple(b.shape)}: "
-                             f"must be [r * {config.num_experts}, in], [out, r * "
-                             f"{config.num_experts}] of a stack with (in, out) of "
-                             f"{' or '.join(map(str, sizes.values()))}; load it into its own model")
+            raise ValueError(f"{key}A.weight and {key}B.weight have the shapes {tuple(a.shape)} and"
+                             f" {tuple(b.shape)}. They must be [r * {config.num_experts}, in] and "
+                             f"[out, r * {config.num_experts}] for a stack with (in, out) = "
+                             f"{' or '.join(map(str, sizes.values()))}. Load the adapter into the "
+                             "model it was made for")
         left.remove(place)
         yield place, (a, b)
 
 
 @torch.no_grad()
 def _fill(layer: MoELayer, place: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
-    """Copy a rank's part of `lora_A` and `lora_B`."""
+    """Copy this rank's part of `lora_A` and `lora_B` into the layer."""
     name, bs, _ = PLACES[place]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
-    for each, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))
-                        }.items():
-        target = layer.experts.get_parameter(each)
-        target.copy_(value[local_window(each, tuple(value.shape), layer.placement)])
+    for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))
+                       }.items():
+        target = layer.experts.get_parameter(key)
+        target.copy_(value[local_window(key, tuple(value.shape), layer.placement)])

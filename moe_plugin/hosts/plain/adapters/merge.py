@@ -1,4 +1,4 @@
-"""Adapters added to the weights of experts, and taken out again."""
+"""Merge adapters into the weights of experts, and undo the merge."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from moe_plugin.layer import MoELayer, named_layers_in
 
 
 def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Layers with adapters by name.
+    """Return the layers with adapters by name.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the model has no adapters.
     """
-    found = {name: layer for name, layer in named_layers_in(model).items()
-             if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no experts with adapters: must have some; "
-                         "call add_lora(model) first")
-    return found
+    layers = {name: layer for name, layer in named_layers_in(model).items()
+              if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts with adapters. Call "
+                         "add_lora(model) first")
+    return layers
 
 
 def merge_lora(model: nn.Module, keep: bool = False) -> None:
     """Add the adapters to the experts' weights. Collective.
 
     Args:
-        keep: the adapters stay beside, without effect, for `unmerge_lora`; False: they go, and
-            experts' weights and biases train again.
+        model: a model with adapters.
+        keep: whether the merged adapters are stored, without effect, for `unmerge_lora`. With False
+            they are deleted, and the experts' weights and biases become trainable again.
     Raises:
-        ValueError: there are no adapters, or they are merged.
+        ValueError: the model has no adapters, or the adapters are already merged.
     """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
         assert isinstance(built, FFNExperts) and built.adapters is not None
         if built.adapters.merged is not None:
-            raise ValueError(f"the adapters of layer {name!r} are merged: must be beside the "
-                             "weights; call unmerge_lora(model) before")
+            raise ValueError(f"the adapters of layer {name!r} are already merged. Call "
+                             "unmerge_lora(model) first")
         with torch.no_grad():
             merged = as_adapters(built.used_adapters())
             for w_LIO, low_LIO, factor_LO in _sums(built, merged):
@@ -57,14 +58,17 @@ def merge_lora(model: nn.Module, keep: bool = False) -> None:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Undo `merge_lora(model, keep=True)`, up to rounding; `ValueError` where they are not merged.
+    """Undo `merge_lora(model, keep=True)`, up to rounding.
+
+    Raises:
+        ValueError: the adapters are not merged.
     """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
         assert isinstance(built, FFNExperts) and built.adapters is not None
         if built.adapters.merged is None:
-            raise ValueError(f"the adapters of layer {name!r} are not merged: must be; call "
-                             "merge_lora(model, keep=True) before")
+            raise ValueError(f"the adapters of layer {name!r} are not merged. Call "
+                             "merge_lora(model, keep=True) first")
         with torch.no_grad():
             for w_LIO, low_LIO, factor_LO in _sums(built, built.adapters.merged):
                 w_LIO /= factor_LO
@@ -74,7 +78,8 @@ def unmerge_lora(model: nn.Module) -> None:
 
 def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
           ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-    """Weights [L, I, O] with what is added to them, [L, I, O], and then multiplies them."""
+    """Yield each weight [L, I, O], the product to add to it, and the factor of the resulting sum.
+    """
     for place, (a_LIR, b_LRO, factor_LO) in adapters.items():
         weights = experts.weights_of()[place]
         for number, w_LIO in enumerate(weights):

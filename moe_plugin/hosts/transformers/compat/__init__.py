@@ -1,5 +1,7 @@
-"""Names of `transformers` that are not stable: its two registries, and what it calls a setting or a
-method of a module of experts in private. One that moves is one line here.
+"""Names of `transformers` that are not part of its stable interface.
+
+The module contains the two registries, and functions for private settings and methods of experts
+modules. If a name moves in a new version of `transformers`, only this file needs a change.
 """
 
 from __future__ import annotations
@@ -14,20 +16,21 @@ __all__ = ["ALL_EXPERTS_FUNCTIONS", "EPImplementation", "EPImplementationInterfa
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """The name under which its experts are computed; None: it is set by no caller."""
+    """Return the name of the module's experts implementation, or None if no caller has set it."""
     return module.config._experts_implementation
 
 
 def holds_a_part(module: nn.Module) -> bool:
-    """Whether ranks share the experts: choices of another rank's are numbered `num_experts`."""
+    """Return whether ranks share the experts. Experts of other ranks have the index `num_experts`.
+    """
     return module._is_expert_parallel
 
 
 def has_its_own_gate(module: nn.Module) -> bool:
-    """Whether its class says what is between the two products, in the place of `act_fn`."""
+    """Return whether the module's class defines its own gate instead of using `act_fn`."""
     return type(module)._apply_gate is not _default_apply_gate
 
 
 def apply_gate(module: nn.Module, inner_RF: Tensor) -> Tensor:
-    """What is between the two products of gated experts: [R, 2F] to [R, F]."""
+    """Apply the gate between the two products of gated experts: [R, 2F] to [R, F]."""
     return module._apply_gate(inner_RF)

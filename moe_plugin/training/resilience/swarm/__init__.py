@@ -1,4 +1,4 @@
-"""Pipelines of peers that differ in speed, come and go (SWARM)."""
+"""Pipelines of peers that differ in speed and may join or leave at any time (SWARM)."""
 
 from moe_plugin.training.resilience.swarm.journeys import JoinedTrainer
 from moe_plugin.training.resilience.swarm.peer import StagePeer

@@ -1,5 +1,5 @@
-"""How a trainer of a swarm drives micro-batches through the stages, and a trainer that joins the
-leading one (`rounds`).
+"""The code with which a trainer sends micro-batches through the stages of a swarm, and trainers
+that join the leading trainer (`rounds`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from moe_plugin.training.resilience.swarm.messages import (
 )
 
 log = logging.getLogger(__name__)
-ROUNDS = 3  # in which silent peers are asked again, if the stage has no others
-BEATS = 10  # of a time-out, in which a trainer or peer says that it is here
+ROUNDS = 3  # rounds in which slow peers are asked again, if the stage has no other peers
+BEATS = 10  # times per timeout at which a trainer or peer reports its presence
 MicroBatches = Sequence[tuple[Tensor, Any]]
-RoundId = tuple[str, int, int]  # "train" or "evaluate", step, number among those of this step
+RoundId = tuple[str, int, int]  # "train" or "evaluate", step, index within the step
 
 
 @dataclass
 class Driven:
-    """What a micro-batch's way through the stages gave: its loss, balance losses included, and what
-    the loss function returned in addition.
+    """The result of a micro-batch.
+
+    Attributes:
+        loss: loss, including balance losses.
+        logged: additional values returned by the loss function.
     """
 
     loss: float
@@ -44,16 +47,16 @@ class Driven:
 
 
 class Driver:
-    """Drives micro-batches through the stages, for one trainer.
+    """Sends micro-batches through the stages, for one trainer.
 
     Args:
-        stages: number of them.
-        members: the peers, with the load that this trainer gives them.
-        connections: to peers.
-        took: (stage, micro-batch, peer, what the peer was asked): whether the leading trainer has
-            counted a backward pass; False if another peer must do it.
-        lost: (stage, peer, reason) is called for a peer that failed.
-        run: the settings of the run; see `Swarm`.
+        stages: number of stages.
+        members: the peers, with the load caused by this trainer.
+        connections: connections to peers.
+        took: called with (stage, micro-batch, peer, request). Returns whether the leading trainer
+            has counted a backward pass. If it returns False, another peer must repeat the pass.
+        lost: called with (stage, peer, reason) for a peer that failed.
+        run: settings of the run; see `Swarm`.
     """
 
     def __init__(self, stages: int, members: SwarmMembers, connections: Connections,
@@ -64,9 +67,10 @@ class Driver:
         self.resent, self._counting = 0, threading.Lock()
 
     def journey(self, kind: str, step: int, number: int, micro_batch: tuple[Tensor, Any]) -> Driven:
-        """Drive a micro-batch (input, target) through all stages and, to train, back.
+        """Send a micro-batch (input, target) through all stages and, for training, back.
 
-        Raises: RuntimeError: a stage has no peer that does it, with the reasons.
+        Raises:
+            RuntimeError: no peer of a stage completed a task. The message contains the reasons.
         """
         x, target = micro_batch
         inputs, last = [packed(x, self.run["wire"])], self.stages - 1
@@ -89,26 +93,26 @@ class Driver:
         return Driven(loss, logged)
 
     def task(self, stage: int, step: int, number: int, what: str, values: Message) -> Message:
-        """Let a peer of the stage do it, and another one if no answer comes."""
+        """Run a task on a peer of the stage, or on another peer if no answer arrives."""
         size = BACKWARD if what == "backward" else 1.0
         reasons: dict[Address, str] = {}
         rounds = 0
         while True:
             address = self.members.choose(stage, number, size, set(reasons))
             if address is None and self.members.stages[stage] and rounds < ROUNDS:
-                rounds, reasons = rounds + 1, {}  # they may be slow, not gone
+                rounds, reasons = rounds + 1, {}  # the peers may be slow rather than lost
                 continue
             if address is None:
                 raise RuntimeError(
-                    f"{what} of micro-batch {number}: no peer of stage {stage} did it: "
-                    f"{'; '.join(reasons.values()) or 'none is left'}")
+                    f"{what} of micro-batch {number}: no peer of stage {stage} completed it: "
+                    f"{'; '.join(reasons.values()) or 'no peer is left'}")
             start = time.perf_counter()
             try:
                 with self.connections.to(address) as connection:
                     answer = connection.ask(what, task=(step, number), **values)
                 taken_s = time.perf_counter() - start - answer["queued"]
                 if what == "backward" and not self.took(stage, number, address, values):
-                    raise ConnectionError("it is gone, and with it what it has computed")
+                    raise ConnectionError("the peer was lost together with its results")
             except (OSError, PeerError) as error:
                 with self._counting:
                     self.resent += 1
@@ -121,21 +125,24 @@ class Driver:
 
 
 class JoinedTrainer:
-    """A further trainer of a swarm. It reads the data that the leading one reads, too, and drives
+    """An additional trainer of a swarm. It reads the same data as the leading trainer, and drives
     some of the micro-batches of each step.
 
-    It can join, leave and die at any time: the leading trainer drives what it leaves undone.
+    It can join, leave and fail at any time; the leading trainer drives the micro-batches that are
+    not completed.
 
     Args:
-        address: of the leading trainer, a `Swarm`.
-        in_flight: micro-batches at a time; 0: two for each peer.
-        timeout_s: without an answer of the leading trainer.
-        secret, message_bytes: as of `Swarm`.
-    Raises: OSError: no trainer answers within `timeout_s`.
+        address: address of the leading trainer, a `Swarm`.
+        in_flight: number of micro-batches at a time; 0: two per peer.
+        timeout_s: seconds to wait for an answer of the leading trainer.
+        secret: see `Swarm`.
+        message_bytes: see `Swarm`.
+    Raises:
+        OSError: no trainer answers within `timeout_s`.
 
     Attributes:
-        steps: done by the swarm; the data of the next one must be given first.
-        driven: micro-batches that this trainer drove.
+        steps: number of steps done by the swarm. The data of the next step must be passed first.
+        driven: number of micro-batches driven by this trainer.
     """
 
     def __init__(self, address: Address, *, in_flight: int = 0, timeout_s: float = 60.0,
@@ -145,7 +152,7 @@ class JoinedTrainer:
         self._leader = Connections(timeout_s, self._access)
         about = self._join()
         self.steps, self.driven = int(about["steps"]), 0
-        self._evaluations, self._at = 0, threading.local()  # the round of each thread
+        self._evaluations, self._at = 0, threading.local()  # current round of each thread
         self.members = SwarmMembers(about["stages"], hash(self.name))
         self._driver = Driver(about["stages"], self.members, Connections(
             about["run"]["timeout_s"], self._access), self._took, self._lost, about["run"])
@@ -155,16 +162,20 @@ class JoinedTrainer:
         while True:
             try:
                 return self._ask("join")
-            except ConnectionRefusedError:  # it may start a little later than this one
+            except ConnectionRefusedError:  # the leading trainer may start later
                 if time.monotonic() > end:
                     raise
                 time.sleep(self.timeout_s / BEATS / BEATS)
 
     def step(self, micro_batches: MicroBatches) -> Message:
-        """Help with the next step, of which these are all micro-batches.
+        """Help with the next step.
 
-        Returns: what `Swarm.accumulate` returns: `losses`, `logged` and `norm`.
-        Raises: OSError: the leading trainer is gone.
+        Args:
+            micro_batches: all micro-batches of the step.
+        Returns:
+            The result of `Swarm.accumulate`: `losses`, `logged` and `norm`.
+        Raises:
+            OSError: the leading trainer does not answer.
         """
         result = self._round(("train", self.steps, 0), micro_batches)
         self.steps, self._evaluations = self.steps + 1, 0
@@ -187,7 +198,7 @@ class JoinedTrainer:
                 wait(futures, self.timeout_s / BEATS, FIRST_EXCEPTION)
                 if not ended.is_set():
                     self._ask("beat")
-        return next(found for found in (future.result() for future in futures) if found)
+        return next(result for result in (future.result() for future in futures) if result)
 
     def _work(self, about: RoundId, micro_batches: MicroBatches, ended: threading.Event
               ) -> Message | None:
@@ -203,7 +214,7 @@ class JoinedTrainer:
             try:
                 driven = self._driver.journey(about[0], about[1], number, micro_batches[number])
             except RuntimeError as error:
-                log.warning("micro-batch %d goes back to the leading trainer: %s", number, error)
+                log.warning("micro-batch %d is returned to the leading trainer: %s", number, error)
                 self._ask("back", serial=given["serial"], number=number)
                 continue
             self.driven += 1
@@ -211,12 +222,12 @@ class JoinedTrainer:
                       logged=driven.logged)
 
     def _follow(self, members: list[list[tuple[Address, float, float]]]) -> None:
-        """Take the leading trainer's peers."""
-        for stage, (there, here) in enumerate(zip(members, self.members.stages, strict=True)):
+        """Use the same peers as the leading trainer."""
+        for stage, (there, current) in enumerate(zip(members, self.members.stages, strict=True)):
             new = {tuple(address): about for address, *about in there}
-            for address in set(here) - new.keys():
+            for address in set(current) - new.keys():
                 self.members.leave(stage, address)
-            for address in new.keys() - set(here):
+            for address in new.keys() - set(current):
                 self.members.serve(Member(address, *new[address]), stage)
 
     def _took(self, stage: int, number: int, address: Address, values: Message) -> bool:

@@ -1,9 +1,9 @@
 """Messages between a trainer and its peers: dictionaries of plain values and tensors over TCP.
 
-Tensors of a stage's boundary travel in a wire format of `dispatch.wire`, by default fp8 with a
-scale for each 128 numbers (the bound of its error is there). What arrives is read as data alone
-(`torch.load(weights_only=True)`): a message can run no code. With a secret both sides of a
-connection prove that they know it before the first message; nothing is encrypted.
+Tensors at a stage's boundary are sent in a wire format of `dispatch.wire`, by default fp8 with one
+scale per 128 numbers (see there for the error bound). Received messages are only read as data
+(`torch.load(weights_only=True)`), so a message cannot run code. With a secret, both sides of a
+connection prove that they know it before the first message. Messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Message = dict[str, Any]
 _HEAD = struct.Struct("!4sQ")
 _MAGIC = b"moe1"
 WIRES = ("none", *FORMATS)
-CONNECTIONS = 256  # to one server at a time
-PATIENCE_S = 60.0  # for a connection's first header, and without a byte of what has begun
-SLOWEST = 1 << 16  # bytes per second of a message that has begun
+CONNECTIONS = 256  # simultaneous connections to one server
+PATIENCE_S = 60.0  # limit for a connection's first header, and for a pause within a message
+SLOWEST = 1 << 16  # bytes per second, the lowest accepted rate within a message
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may connect, and what is accepted from them.
+    """Which connections and messages are accepted.
 
     Attributes:
-        secret: that both sides must know. Optional: anybody may connect by default.
-        message_bytes: the largest message.
+        secret: optional. Text that both sides must know. By default anyone may connect.
+        message_bytes: size of the largest accepted message.
     """
 
     secret: str | None = None
@@ -58,10 +58,12 @@ class Access:
     def __post_init__(self) -> None:
         if self.message_bytes < 1 or self.secret == "":
             raise ValueError(f"swarm: message_bytes={self.message_bytes} must be >= 1, and secret "
-                             "a text that is not empty; leave secret out, or use a long random one")
+                             "must not be empty; leave secret out, or use a long random text")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """What only a side that knows the secret can say of both sides' random numbers."""
+        """Return the proof for both sides' random numbers that only a side with the secret can
+        compute.
+        """
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
 
 
@@ -69,30 +71,31 @@ OPEN = Access()
 
 
 class _Closed(ConnectionError):
-    """The other side has closed the connection between two messages."""
+    """The other side closed the connection between two messages."""
 
 
 class PeerError(RuntimeError):
-    """A peer answered that it failed, with its reason."""
+    """A peer reported that it failed, with its reason."""
 
 
 class Connection:
-    """One connection.
+    """A connection between a trainer and a peer.
 
     Args:
-        timeout_s: of a connection, and without a byte in either direction. None: wait for the
-            next message without a limit.
-        access: the secret, which the other side must know, and the largest message.
-        serves: this side was connected to.
+        opened: the connected socket.
+        timeout_s: seconds to wait for a connection, and for data in either direction. None: wait
+            for the next message without a limit.
+        access: the secret that the other side must know, and the size of the largest message.
+        serves: whether this side accepted the connection.
     Raises:
-        OSError: no connection, or it ended; `TimeoutError` among them.
+        OSError: the connection failed or ended, including `TimeoutError`.
     """
 
     def __init__(self, opened: socket.socket, timeout_s: float | None, access: Access = OPEN,
                  serves: bool = False) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._timeout_s, self._access = opened, timeout_s, access
-        self._first = serves  # a stranger could wait without a word
+        self._first = serves  # limits how long an unknown client can stay silent
         if access.secret is not None:
             try:
                 self._prove(b"server" if serves else b"client")
@@ -101,21 +104,22 @@ class Connection:
                 raise
 
     def _prove(self, side: bytes) -> None:
-        """Show that this side knows the secret, once the other side has sent a random number."""
-        other, mine = b"client" if side == b"server" else b"server", os.urandom(32)
+        """Exchange random numbers with the other side, and prove that both sides know the secret.
+        """
+        other, nonce = b"client" if side == b"server" else b"server", os.urandom(32)
         self._socket.settimeout(PATIENCE_S)
-        self._socket.sendall(mine)
-        theirs = bytes(self._read(32, PATIENCE_S))
-        nonces = mine + theirs if side == b"client" else theirs + mine
+        self._socket.sendall(nonce)
+        their_nonce = bytes(self._read(32, PATIENCE_S))
+        nonces = nonce + their_nonce if side == b"client" else their_nonce + nonce
         self._socket.sendall(self._access.proof(side, nonces))
-        said = bytes(self._read(32, PATIENCE_S))
-        if not hmac.compare_digest(said, self._access.proof(other, nonces)):
-            raise ConnectionRefusedError("the other side does not know the secret; give both sides "
-                                         "the same")
+        proof = bytes(self._read(32, PATIENCE_S))
+        if not hmac.compare_digest(proof, self._access.proof(other, nonces)):
+            raise ConnectionRefusedError("the other side does not know the secret; use the same "
+                                         "secret on both sides")
 
     @classmethod
     def to(cls, address: Address, timeout_s: float, access: Access = OPEN) -> Connection:
-        """Connect."""
+        """Connect to an address."""
         return cls(socket.create_connection(tuple(address), timeout_s), timeout_s, access)
 
     def send(self, message: Message) -> None:
@@ -124,15 +128,15 @@ class Connection:
         torch.save(message, made)
         body = made.getbuffer()
         if len(body) > self._access.message_bytes:
-            raise ValueError(f"a message of {len(body)} bytes: must have at most "
-                             f"{self._access.message_bytes}; give a larger message_bytes on all "
-                             "machines")
+            raise ValueError(f"a message has {len(body)} bytes, but at most "
+                             f"{self._access.message_bytes} are allowed; use a larger "
+                             "message_bytes on all machines")
         self._socket.settimeout(self._timeout_s or PATIENCE_S + len(body) / SLOWEST)
         self._socket.sendall(_HEAD.pack(_MAGIC, len(body)))
         self._socket.sendall(body)
 
     def receive(self) -> Message:
-        """The next message."""
+        """Wait for the next message and return it."""
         self._socket.settimeout(PATIENCE_S if self._first else self._timeout_s)
         self._first, start = False, self._socket.recv(1)
         if not start:
@@ -141,14 +145,14 @@ class Connection:
         if magic != _MAGIC:
             raise ConnectionRefusedError(f"{magic!r} does not begin a message of a peer")
         if size > self._access.message_bytes:
-            raise ConnectionRefusedError(f"a message of {size} bytes is announced: must be at most "
+            raise ConnectionRefusedError(f"a message of {size} bytes is announced, which exceeds "
                                          f"message_bytes={self._access.message_bytes}")
         body = io.BytesIO(self._read(size, PATIENCE_S + size / SLOWEST))
         try:
             return trust.load(body, (), "a message of a peer")
-        except Exception as error:  # torch, pickle and zipfile raise many kinds for wrong bytes
+        except Exception as error:  # torch, pickle and zipfile raise many error types
             raise ConnectionRefusedError(
-                f"a message that cannot be read: {short(error)}") from error
+                f"a message cannot be read: {short(error)}") from error
 
     def _read(self, size: int, within_s: float) -> memoryview:
         made, end, at = memoryview(np.empty(size, np.uint8)), time.monotonic() + within_s, 0
@@ -164,7 +168,8 @@ class Connection:
     def ask(self, what: str, /, **values: Any) -> Message:
         """Send a request and wait for its answer.
 
-        Raises: PeerError: the other side could not do it.
+        Raises:
+            PeerError: the other side failed.
         """
         self.send({"do": what, **values})
         answer = self.receive()
@@ -173,12 +178,14 @@ class Connection:
         return answer
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._socket.close()
 
 
 class Connections:
-    """Connections to many addresses, each used by one thread at a time and then by others."""
+    """Connections to many addresses. Each connection is used by one thread at a time and then
+    reused.
+    """
 
     def __init__(self, timeout_s: float, access: Access = OPEN) -> None:
         self.timeout_s, self.access = timeout_s, access
@@ -187,7 +194,9 @@ class Connections:
 
     @contextlib.contextmanager
     def to(self, address: Address) -> Iterator[Connection]:
-        """A connection; one on which something failed is closed: an answer may still come."""
+        """Provide a connection to an address. It is closed after a failure, because a late answer
+        may still arrive.
+        """
         with self._lock:
             idle = self._idle.get(address, [])
             connection = idle.pop() if idle else None
@@ -201,7 +210,7 @@ class Connections:
             self._idle.setdefault(address, []).append(connection)
 
     def close(self, address: Address) -> None:
-        """Close those that are not in use."""
+        """Close the unused connections to an address."""
         with self._lock:
             idle = self._idle.pop(address, [])
         for connection in idle:
@@ -210,7 +219,7 @@ class Connections:
 
 def ask(address: Address, what: str, timeout_s: float, access: Access = OPEN, /,
         **values: Any) -> Message:
-    """One request on a connection of its own; raises what `Connection.ask` raises."""
+    """Send one request on a new connection. Raises the errors of `Connection.ask`."""
     connection = Connection.to(address, timeout_s, access)
     try:
         return connection.ask(what, **values)
@@ -219,27 +228,30 @@ def ask(address: Address, what: str, timeout_s: float, access: Access = OPEN, /,
 
 
 class _TCPServer(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True  # a trainer that begins again has the port of the one before
-    # Peers come together. Linux drops a connection that finds the queue full, and the peer tries
-    # again only after 1, 3 and 7 seconds.
+    allow_reuse_address = True  # a restarted trainer can use its previous port
+    # Many peers connect at the same time. Linux drops a connection if the queue is full, and the
+    # peer retries only after 1, 3 and 7 seconds.
     request_queue_size = 1024
     daemon_threads, block_on_close = True, False
 
 
 class MessageServer:
-    """Answers requests, each connection in a thread of its own.
+    """A server that answers requests, with one thread per connection.
 
     Args:
-        answer: a request's answer; None: the request has none. What it raises is sent as an error.
-        access: who may connect.
+        host: address to listen on.
+        port: port to listen on; 0: any free port.
+        answer: computes the answer to a request, or None if the request has no answer. Exceptions
+            are sent as errors.
+        access: accepted connections and messages.
     """
 
     def __init__(self, host: str, port: int, answer: Callable[[Message], Message | None],
                  access: Access = OPEN) -> None:
         free = threading.Semaphore(CONNECTIONS)
         if access.secret is None and not _is_local(host):
-            log.warning("whoever reaches %s can take part in this swarm and change its weights: "
-                        "give the trainer and all peers a secret, or use a network that you trust",
+            log.warning("anyone who can reach %s can join this swarm and change its weights; "
+                        "set a secret for the trainer and all peers, or use a trusted network",
                         host)
 
         class Handler(socketserver.BaseRequestHandler):
@@ -260,7 +272,7 @@ class MessageServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no further connection."""
+        """Stop accepting connections."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -268,32 +280,35 @@ class MessageServer:
 def _is_local(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
 
 
 def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
            access: Access) -> str:
-    """Answer until the other side is gone; why it was not, or empty text."""
+    """Answer requests until the connection ends. Returns the reason for closing it, or an empty
+    text.
+    """
     try:
         connection = Connection(opened, None, access, serves=True)
         while True:
             request = connection.receive()
             try:
-                found = answer(request)
-            except Exception as error:  # the one who asked decides what it means
-                found = {"error": f"{type(error).__name__}: {error}"}
-            if found is not None:
-                connection.send(found)
-    except _Closed:  # the other side has no more requests
+                reply = answer(request)
+            except Exception as error:  # the client decides how to handle the error
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            if reply is not None:
+                connection.send(reply)
+    except _Closed:  # the client has no more requests
         return ""
     except OSError as error:
         return short(error)
 
 
 def packed(x: Tensor, name: str) -> list[Tensor]:
-    """A boundary's tensor [B, ...] as it travels: in a format of `WIRES`; integers, and what has no
-    row, as they are.
+    """Encode a boundary tensor [B, ...] for sending, in a format of `WIRES`.
+
+    Integer tensors, and tensors without rows, are not changed.
     """
     x = x.detach().cpu()
     if name == "none" or not x.is_floating_point() or x.dim() < 2 or not x.numel():
@@ -302,7 +317,8 @@ def packed(x: Tensor, name: str) -> list[Tensor]:
 
 
 def unpacked(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """The inverse of `packed`. dtype: of floating-point numbers."""
+    """Decode tensors from `packed`, the inverse operation. dtype: dtype of floating-point results.
+    """
     if len(parts) == 1:
         return parts[0].to(dtype) if parts[0].is_floating_point() else parts[0]
     return FORMATS[name].decode(*parts, dtype=dtype)

@@ -1,9 +1,9 @@
-"""A peer of a swarm: it computes one stage of a pipeline for whoever asks, keeps the stage's
+"""A peer of a swarm. The peer computes one stage of a pipeline for any trainer, stores the stage's
 weights and optimizer, and sums gradients with the other peers of its stage.
 
-Backward passes compute the stage again from its input, so that any peer of a stage can do the
-backward pass of any micro-batch. A backward pass counts once the trainer says that it took the
-answer: what a peer computed twice, or too late, adds nothing.
+Backward passes recompute the stage from its input, so that any peer of a stage can run the backward
+pass of any micro-batch. A backward pass counts once the trainer confirms that it used the answer.
+Duplicate or late results are not added.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ REQUESTS = {"become", "forward", "backward", "evaluate", "count", "forget", "red
 
 
 class StagePeer:
-    """Serves a stage to a trainer.
+    """Computes a stage for a trainer.
 
     Args:
         trainer: address of the `Swarm`.
-        stages: by stage, what makes its module, which takes a tensor [B, ...] and returns a tensor,
-            or (tensor, loss) as an MoE block does. The same on every peer.
-        optimizer: of parameters. Where it clips by a norm of its own, that is of one stage: see
-            `Swarm`.
-        loss: (the last stage's output, target) to the loss of a micro-batch, as its share of the
-            step's; or to the loss and a dictionary of what the trainer shall get in addition.
-        host: this machine's address, which the trainer and the other peers can reach.
-        bandwidth: of this machine's network, in any unit: its share of the sums of gradients.
-        throughput: tasks per second that the trainer assumes until it has measured them; None: the
-            mean of its stage.
-        timeout_s: without a trainer, after which this peer ends. (How long peers wait for each
-            other the trainer says.)
-        secret, message_bytes: as of `Swarm`.
+        stages: for each stage, a function that creates its module. The module maps a tensor [B,
+            ...] to a tensor, or to (tensor, loss) as an MoE block does. The same on every peer.
+        optimizer: creates the optimizer of a list of parameters. If the optimizer clips gradients
+            itself, it uses the norm of one stage: see `Swarm` for clipping over all stages.
+        loss: maps (output of the last stage, target) to the loss of a micro-batch, as its share of
+            the step's loss; or to the loss and a dictionary of additional values for the trainer.
+        host: address of this machine at which the trainer and the other peers can reach it.
+        device: device of the stage.
+        bandwidth: bandwidth of this machine's network, in any unit; determines its share of the
+            sums of gradients.
+        throughput: tasks per second that the trainer assumes until it has measured them. Defaults
+            to the mean of the stage.
+        timeout_s: seconds without a trainer after which this peer ends. The trainer determines how
+            long peers wait for each other.
+        secret: see `Swarm`.
+        message_bytes: see `Swarm`.
     """
 
     def __init__(self, trainer: Address, stages: Sequence[MakeStage], optimizer: MakeOptimizer,
@@ -84,9 +87,10 @@ class StagePeer:
                       "throughput": throughput}
 
     def run(self) -> None:
-        """Serve until the trainer is gone or says that it has ended.
+        """Serve until the trainer ends or does not answer for `timeout_s`.
 
-        Raises: OSError: no trainer answers at this address for `timeout_s`.
+        Raises:
+            OSError: no trainer answers at this address for `timeout_s`.
         """
         met, last = False, time.monotonic()
         while not self._stopped.is_set():
@@ -105,7 +109,7 @@ class StagePeer:
         self._server.close()
 
     def close(self) -> None:
-        """Leave at once; the others go on."""
+        """Leave immediately. The other peers continue."""
         self._stopped.set()
         self._server.close()
 
@@ -115,7 +119,7 @@ class StagePeer:
             raise ValueError(f"unknown request {what!r}; known: {', '.join(sorted(REQUESTS))}")
         return getattr(self, f"_{what}")(**request)
 
-    # -- what a trainer asks
+    # -- requests of a trainer
 
     def _become(self, number: int, step: int, seed: int, wire: str, dtype: torch.dtype,
                 timeout_s: float, target_to_all: bool, source: Address | None,
@@ -153,7 +157,8 @@ class StagePeer:
             task[1], unpacked(x, *self._wire), target), strict=True)))
 
     def _timed(self, work: Callable[[], Message]) -> Message:
-        """Do it, one thing at a time; the answer has the seconds of waiting and of work."""
+        """Run work, one task at a time, and add the seconds of waiting and of work to the answer.
+        """
         start = time.perf_counter()
         with self._compute:
             begun = time.perf_counter()
@@ -171,9 +176,10 @@ class StagePeer:
 
     def _reduce(self, key: tuple[int, int], micro_batches: list[int], members: list[Address],
                 me: int, bandwidths: list[float]) -> Message:
-        """Sum with the others: a slice of the gradients by each of them, as its bandwidth allows.
+        """Sum gradients with the other peers. Each peer sums a slice in proportion to its
+        bandwidth.
 
-        `complete` is false where gradients are missing that the trainer counts on.
+        `complete` is false if gradients that the trainer expects are missing.
         """
         stage = self._now(key[0])
         if not self._has(stage, set(micro_batches)):
@@ -183,7 +189,7 @@ class StagePeer:
         def slice_of(member: Address, part: Tensor) -> Tensor:
             if not part.numel():
                 return part
-            # which may wait for a third one
+            # two timeouts, because the member may wait for a third peer
             return ask(member, "part", 2 * self._sums.timeout_s, self._access, key=key, source=me,
                        members=len(members), part=part.clone())["sum"]
 
@@ -198,7 +204,7 @@ class StagePeer:
     def _apply(self, step: int, scale: float | None, groups: list[Message]) -> Message:
         with self._compute:
             if self._reduced is None:
-                raise ValueError(f"no sum of step {step} to apply")
+                raise ValueError(f"there is no sum of gradients for step {step}")
             self._now(step).apply(self._reduced, scale, groups)
             self._reduced = None
         self._sums.clear()
@@ -218,11 +224,15 @@ class StagePeer:
 
     def _now(self, step: int) -> ServedStage:
         if self.stage is None or self.stage.step != step:
-            raise ValueError(f"a task of step {step} has come too late")
+            raise ValueError(f"a task of step {step} has arrived too late")
         return self.stage
 
     def _has(self, stage: ServedStage, wanted: set[int]) -> bool:
-        """What the trainer took, it said on other connections, which may be slower."""
+        """Wait until exactly the wanted backward passes are counted, and return whether this
+        happened in time.
+
+        The trainer confirms them on other connections, which may be slower.
+        """
         end = time.monotonic() + self._sums.timeout_s
         while stage.counted != wanted:
             if time.monotonic() > end:
@@ -240,9 +250,13 @@ class _Sums:
         self._changed = threading.Condition()
 
     def add(self, key: tuple[int, int], source: int, members: int, part: Tensor) -> Tensor:
-        """A member's part; returns the sum, in the members' order, once all parts are there.
+        """Add a member's part, wait for all parts, and return the sum in the members' order.
 
-        key: step, and attempt at it.
+        Args:
+            key: step, and attempt within the step.
+            source: index of the member.
+            members: number of members.
+            part: the member's part.
         """
         with self._changed:
             parts = self._parts.setdefault(tuple(key), {})
@@ -250,10 +264,10 @@ class _Sums:
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: len(parts) == members, self.timeout_s):
                 missing = sorted(set(range(members)) - set(parts))
-                raise TimeoutError(f"no gradients of members {missing} within {self.timeout_s} s")
+                raise TimeoutError(f"members {missing} sent no gradients within {self.timeout_s} s")
         return torch.stack([parts[i] for i in range(members)]).sum(0)
 
     def clear(self) -> None:
-        """Another step begins."""
+        """Discard all parts, when the next step starts."""
         with self._changed:
             self._parts.clear()

@@ -1,9 +1,10 @@
-"""How the trainers of a swarm share the micro-batches of a step: the leading trainer's side.
+"""Distribution of a step's micro-batches among the trainers of a swarm, on the side of the leading
+trainer.
 
-Every trainer can drive any micro-batch, because all of them read the same data. The leading trainer
-(`Swarm`) gives out the numbers of micro-batches, to its own threads and to the trainers that have
+Every trainer can drive any micro-batch, because all trainers read the same data. The leading
+trainer (`Swarm`) assigns the numbers of micro-batches to its own threads and to trainers that have
 joined (`JoinedTrainer`). It alone decides which backward passes count: the gradients of a
-micro-batch are counted once at each stage, whichever trainer drove it, and however often.
+micro-batch are counted once per stage, no matter which trainers drove it and how often.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from moe_plugin.training.resilience.swarm.members import SwarmMembers
 from moe_plugin.training.resilience.swarm.messages import Address, Message
 
 log = logging.getLogger(__name__)
-RESULTS = 1000  # of the latest rounds, for trainers that are behind
+RESULTS = 1000  # stored results of the latest rounds, for trainers that are behind
 
 
 @dataclass
 class SharedRound:
-    """The micro-batches of a step, or of an evaluation, and who drives which.
+    """The micro-batches of a step or an evaluation, and the trainers that drive them.
 
     Attributes:
-        about: which round this is.
-        serial: another one where a step is made again.
-        count: of its micro-batches.
-        changed: is notified of every change.
-        found: the results of the micro-batches that are done, by number.
-        by: the trainer that drove each of them; empty text: the leading one.
+        about: identifier of the round.
+        serial: serial number, which changes if a step is repeated.
+        count: number of micro-batches.
+        changed: condition that is notified of every change.
+        found: results of completed micro-batches, by number.
+        by: the trainer that drove each of them; empty text for the leading trainer.
     """
 
     about: RoundId
@@ -46,13 +47,14 @@ class SharedRound:
 
     def __post_init__(self) -> None:
         self._open, self._back = deque(range(self.count)), deque[int]()
-        self._with: dict[int, str] = {}  # numbers that a joined trainer drives
+        self._with: dict[int, str] = {}  # numbers assigned to a joined trainer
         self._seen: dict[str, float] = {}
         self._ended = False
 
     def numbers(self, timeout_s: float) -> Iterator[int]:
-        """Numbers for one thread of the leading trainer, until all micro-batches are done. A
-        trainer that has joined loses its numbers after `timeout_s` without a sign of it.
+        """Yield numbers for one thread of the leading trainer, until all micro-batches are done.
+
+        A joined trainer that is silent for `timeout_s` seconds loses its numbers.
         """
         while True:
             with self.changed:
@@ -64,22 +66,22 @@ class SharedRound:
             yield number
 
     def _own(self, timeout_s: float) -> bool:
-        """Whether there is a number for the leading trainer."""
+        """Return whether there is a number for the leading trainer."""
         silent = [number for number, trainer in self._with.items()
                   if time.monotonic() - self._seen[trainer] > timeout_s]
         for number in silent:
-            log.warning("trainer %s is silent: micro-batch %d is driven again",
+            log.warning("trainer %s does not respond: micro-batch %d is driven again",
                         self._with.pop(number), number)
         self._back.extend(silent)
         return bool(self._back or self._open)
 
     @property
     def is_open(self) -> bool:
-        """Whether there are numbers for trainers that have joined."""
+        """Whether there are numbers for joined trainers."""
         return bool(self._open) and not self.over
 
     def number_for(self, trainer: str) -> int | None:
-        """A number for a trainer that has joined; None: there is none now."""
+        """Return a number for a joined trainer, or None if there is no number at the moment."""
         with self.changed:
             self.alive(trainer)
             if not self.is_open:
@@ -89,18 +91,18 @@ class SharedRound:
             return number
 
     def alive(self, trainer: str) -> None:
-        """The trainer has given a sign."""
+        """Record that a trainer has responded."""
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """A trainer could not drive this one: the leading trainer does."""
+        """Return a number that a trainer could not drive to the leading trainer."""
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
             self.changed.notify_all()
 
     def done(self, number: int, driven: Driven, trainer: str = "") -> None:
-        """A micro-batch is done; the first time counts."""
+        """Record the result of a micro-batch. Only the first result counts."""
         with self.changed:
             if number not in self.found:
                 self.found[number], self.by[number] = driven, trainer
@@ -108,25 +110,26 @@ class SharedRound:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """Give out no more numbers."""
+        """Stop assigning numbers."""
         with self.changed:
             self._ended = True
             self.changed.notify_all()
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to be driven."""
+        """Whether all micro-batches are done, or the round has ended."""
         return self._ended or len(self.found) == self.count
 
 
 class SharedRounds:
-    """The present round, the results of those before it, and the answers to joined trainers.
+    """The current round, the results of earlier rounds, and the answers to joined trainers.
 
     Args:
-        members: the peers.
-        run: the settings of the run; see `Swarm`.
-        steps: gives the number of steps that are done.
-        took, lost: see `Driver`.
+        members: returns the peers.
+        run: settings of the run; see `Swarm`.
+        steps: returns the number of completed steps.
+        took: see `Driver`.
+        lost: see `Driver`.
     """
 
     REQUESTS = frozenset({"join", "beat", "work", "took", "lost", "back", "done"})
@@ -139,10 +142,10 @@ class SharedRounds:
         self.timeout_s: float = run["timeout_s"]
         self._changed, self._now, self._serial = threading.Condition(), None, 0
         self._results: dict[RoundId, Message] = {}
-        self._owed: set[str] = set()  # trainers that do not know the last result yet
+        self._owed: set[str] = set()  # trainers that have not received the last result yet
 
     def begin(self, about: RoundId, count: int) -> SharedRound:
-        """Begin a round of so many micro-batches."""
+        """Start a round of `count` micro-batches."""
         with self._changed:
             self._serial += 1
             self._now = SharedRound(about, self._serial, count, self._changed)
@@ -150,7 +153,13 @@ class SharedRounds:
             return self._now
 
     def end(self, about: RoundId, result: Message | None, by: list[str]) -> None:
-        """End the round. result: for the other trainers; None: the round is made again."""
+        """End the round.
+
+        Args:
+            about: identifier of the round.
+            result: result for the other trainers; None if the round is repeated.
+            by: the trainers that drove micro-batches.
+        """
         with self._changed:
             self._now = None
             if result is not None:
@@ -161,7 +170,9 @@ class SharedRounds:
             self._changed.notify_all()
 
     def wait_until_known(self) -> None:
-        """Wait until all trainers that drove something know the last result, for `timeout_s`."""
+        """Wait up to `timeout_s` until all trainers that drove micro-batches have received the last
+        result.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._owed, self.timeout_s)
 
@@ -185,7 +196,7 @@ class SharedRounds:
         return {}
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
-        """A micro-batch of a round, or the result of the round, or, after a while, neither."""
+        """Return a micro-batch of a round, the result of the round, or, after a while, neither."""
         about = tuple(about)
 
         def present() -> SharedRound | None:
@@ -202,18 +213,18 @@ class SharedRounds:
         now = present()
         if now is None:
             if about[1] < self.steps():
-                raise ValueError(f"step {about[1]} was more than {RESULTS} rounds ago: start this "
-                                 "trainer again")
+                raise ValueError(f"step {about[1]} was more than {RESULTS} rounds ago; restart "
+                                 "this trainer")
             return {"number": None}
         if now.count != count:
-            raise ValueError(f"this trainer has {count} micro-batches a step, the leading one "
-                             f"{now.count}: give all trainers the same data and sizes")
+            raise ValueError(f"this trainer has {count} micro-batches per step, but the leading "
+                             f"trainer has {now.count}; use equal data and sizes in all trainers")
         return {"number": now.number_for(trainer), "serial": now.serial,
                 "members": self.members().about}
 
     def _took(self, trainer: str, serial: int, stage: int, number: int, peer: Address) -> Message:
         now = self._current(serial)
-        if now is None or now.over:  # nothing counts, and nothing needs to be done again
+        if now is None or now.over:  # the result does not count and need not be repeated
             return {"counted": True}
         now.alive(trainer)
         return {"counted": self.took(stage, number, tuple(peer), None)}

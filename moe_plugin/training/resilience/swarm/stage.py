@@ -1,4 +1,4 @@
-"""A stage of a pipeline as one peer holds it: weights, optimizer, and gradients by micro-batch."""
+"""A stage of a pipeline as stored by one peer: weights, optimizer, and gradients by micro-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _INDEX = "swarm.json"
 
 
 def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
-    """Write all stages of one step; what was there before is valid until the last file is."""
+    """Write all stages of one step. The previous files stay valid until the last file is written.
+    """
     path = make_folder(folder)
     names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
     for name, state in zip(names, states, strict=True):
@@ -41,49 +42,55 @@ def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message])
 
 
 def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
-    """(step, states by stage).
+    """Return the step and the states by stage from a folder written by `save_swarm`.
 
-    Raises: ValueError: no such folder, of another number of stages, or a damaged file.
+    Raises:
+        ValueError: the folder does not exist, has another number of stages, or contains a damaged
+            file.
     """
     path = Path(folder) / _INDEX
     if not path.is_file():
-        raise ValueError(f"{path} is missing: give a folder that `Swarm.save` wrote")
+        raise ValueError(f"{path} is missing; use a folder written by `Swarm.save`")
     try:
         index, _ = checksums.open_json(path.read_text(encoding="utf-8"))
         step, names = int(index["step"]), list(index["stages"])
         if len(names) == stages:
-            found: list[Message | None] = []
+            states: list[Message | None] = []
             for name in names:
                 path = Path(folder) / name
                 checksums.verify(path)
-                found.append(trust.load(path, (), name))
-            return step, found
+                states.append(trust.load(path, (), name))
+            return step, states
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
             pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}): give another folder "
-                         "that `Swarm.save` wrote") from error
-    raise ValueError(f"{path} has {len(names)} stages, the swarm {stages}: give as many")
+        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}); use another folder "
+                         "written by `Swarm.save`") from error
+    raise ValueError(f"{path} has {len(names)} stages, but the swarm has {stages}; use equal "
+                     "numbers")
 
 
 MakeStage = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-Loss = Callable[[Tensor, Any], Any]  # a loss, or (loss, what the trainer gets in addition)
+Loss = Callable[[Tensor, Any], Any]  # returns a loss, or (loss, additional values for the trainer)
 
 
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
-    """A stage's module with the weights that every run with this seed begins with."""
+    """Create a stage's module, with the initial weights that every run with this seed has."""
     with seeded(device, seed + number):
         return stages[number]().to(device).train()
 
 
 class ServedStage:
-    """See the module.
+    """A stage on one peer, see the module docstring.
 
     Args:
-        loss: of the last stage; None: of the others.
-        seed: of the whole run.
-        takes_target: the module's second argument is a micro-batch's target.
+        module: module of the stage.
+        optimizer: creates the optimizer of a list of parameters.
+        loss: loss function of the last stage; None for other stages.
+        seed: seed of the whole run.
+        step: number of completed steps.
+        takes_target: whether the module's second argument is a micro-batch's target.
     """
 
     def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
@@ -92,11 +99,12 @@ class ServedStage:
         self.takes_target = takes_target
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters:
-            raise ValueError("a stage has no parameters to train: put it together with another one")
+            raise ValueError("a stage has no trainable parameters; merge it with another stage")
         self.device = self.parameters[0].device
         self.optimizer = optimizer(self.parameters)
         self.weights = sum(p.numel() for p in self.parameters)
-        # of what travels: gradients, and for each parameter the number of passes that gave it one
+        # number of elements sent: gradients, and for each parameter the number of passes that
+        # produced a gradient
         self.size = self.weights + len(self.parameters)
         self._checked = False
         self._lock = threading.Lock()
@@ -104,7 +112,7 @@ class ServedStage:
 
     def forward(self, micro_batch: int, x: Tensor, target: Any = None, train: bool = True
                 ) -> Tensor:
-        """The stage's output, without a graph."""
+        """Return the stage's output, without an autograd graph."""
         self.module.train(train)
         try:
             with torch.no_grad(), self._pass(micro_batch):
@@ -113,27 +121,34 @@ class ServedStage:
             self.module.train()
 
     def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
-        """The loss of the last stage, without training, and what comes with it."""
+        """Return the loss of the last stage, without training, and the additional values of the
+        loss function.
+        """
         with torch.no_grad():
             loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
         return float(loss), logged
 
     def _output(self, x: Tensor, target: Any) -> tuple[Tensor, Tensor | None]:
-        found = self.module(x, target) if self.takes_target else self.module(x)
-        return found if isinstance(found, tuple) else (found, None)
+        output = self.module(x, target) if self.takes_target else self.module(x)
+        return output if isinstance(output, tuple) else (output, None)
 
     def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
-        found = self.loss(out, _moved(target, self.device))
-        return found if isinstance(found, tuple) else (found, {})
+        result = self.loss(out, _moved(target, self.device))
+        return result if isinstance(result, tuple) else (result, {})
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
-        """The gradient of `x` (None: of integers), the losses of this stage, computed again from
-        `x`, and what its loss function gave in addition. The gradients of the weights wait for
-        `count`.
+        """Recompute the stage from `x`, and run its backward pass. The gradients of the weights
+        wait for `count`.
 
         Args:
-            grad: of the output; None: the last stage, with `target`.
+            micro_batch: number of the micro-batch.
+            x: input of the stage.
+            grad: gradient of the output; None in the last stage, which uses `target`.
+            target: target of the micro-batch.
+        Returns:
+            The gradient of `x` (None for integers), the sum of this stage's losses, and the
+                additional values of the loss function.
         """
         x = x.to(self.device)
         if x.is_floating_point():
@@ -143,10 +158,10 @@ class ServedStage:
             if grad is None:
                 out, logged = self._loss_of(out, target)
             roots = [(out, None if grad is None else grad.to(out))]
-            own = [roots[0][0]] if grad is None else []
+            losses = [roots[0][0]] if grad is None else []
             if balance is not None:
                 roots.append((balance, None))
-                own.append(balance)
+                losses.append(balance)
             torch.autograd.backward(*zip(*roots, strict=True))
         grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float().cpu()
                  for p in self.parameters]
@@ -154,17 +169,18 @@ class ServedStage:
         self.module.zero_grad(set_to_none=True)
         with self._lock:
             self._pending[micro_batch] = torch.cat([*grads, given])
-        return x.grad, float(sum(loss.detach() for loss in own)), logged
+        return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """The trainer took the answer of this backward pass: its gradients are in the sum."""
+        """Add the gradients of a backward pass to the sum, after the trainer has used its answer.
+        """
         with self._lock:
             if micro_batch in self._pending:
                 self._sum += self._pending.pop(micro_batch)
                 self.counted.add(micro_batch)
 
     def forget(self) -> None:
-        """Begin the step again."""
+        """Discard all gradients, to start or repeat a step."""
         with self._lock:
             self.counted: set[int] = set()
             self._pending: dict[int, Tensor] = {}
@@ -172,22 +188,24 @@ class ServedStage:
 
     @property
     def gradients(self) -> Tensor:
-        """The sum of what counts, float32 [`size`]."""
+        """The sum of all counted gradients, float32 [`size`]."""
         return self._sum
 
     def norm(self, sum_S: Tensor) -> float:
-        """Of the gradients in a sum over all peers of the stage."""
+        """Return the norm of the gradients in a sum over all peers of the stage."""
         return float(sum_S[:self.weights].double().norm())
 
     def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
-        """The optimizer's step with the sum over all peers of the stage; the next step begins.
+        """Run the optimizer's step with the sum over all peers of the stage, and start the next
+        step.
+
+        A parameter without a gradient on any peer has no gradient, as in a run of one process, so
+        the optimizer does not change the parameter, its momentum or its decay.
 
         Args:
-            scale: of the gradients; None: nothing is stepped.
+            sum_S: sum over all peers, [`size`].
+            scale: factor for the gradients. None: no weight changes.
             groups: see `Swarm.update`.
-
-        A parameter without a gradient on any peer has none, as in a run of one process: an
-        optimizer leaves it, its momentum and its decay alone.
         """
         for new in groups:
             for group in self.optimizer.param_groups:
@@ -204,21 +222,21 @@ class ServedStage:
         self.forget()
 
     def state(self) -> Message:
-        """What another peer needs to serve this stage."""
+        """Return the state that another peer needs to serve this stage."""
         return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: Message) -> None:
-        """Become as the peer that gave this state."""
+        """Load the state of another peer."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _pass(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        # of step and micro-batch alone: both passes, on any peer, draw the same numbers
+        # depends only on step and micro-batch, so that both passes draw the same numbers anywhere
         return seeded(self.device, seed_of(self.seed, self.step, micro_batch))
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
-        """The first pass shows whether the module keeps state that only this peer would have."""
+        """Check in the first pass that the module has no state that only this peer would have."""
         if self._checked:
             yield
             return
@@ -227,9 +245,9 @@ class ServedStage:
         for name, x in self.module.named_buffers():
             if not torch.equal(before[name], x):
                 raise ValueError(
-                    f"buffer {name!r} changes in a training pass, and peers that come and go share "
-                    "weights alone: use layers without running statistics, and a balance loss in "
-                    "place of a router that is moved by counts")
+                    f"buffer {name!r} changes in a training pass, but peers of a swarm share only "
+                    "weights; use layers without running statistics, and a balance loss instead of "
+                    "a router with count-based biases")
         self._checked = True
 
 

@@ -1,12 +1,12 @@
-"""`Swarm`: trains a pipeline whose stages are served by peers that differ in speed, come and go
-(SWARM, Ryabinin et al. 2023).
+"""`Swarm`: trains a pipeline whose stages are computed by peers that differ in speed and may join
+or leave at any time (SWARM, Ryabinin and others, 2023).
 
-Every micro-batch takes a way of its own: at each stage the peer that is free first
-(`planner.peer_choice.Wiring`). A task that gets no answer is sent again, to another peer. The
-trainer keeps the inputs of every stage until the step ends, so that the others of its stage compute
-again what a lost peer had summed; micro-batches that another trainer drove (`rounds`) are driven
-again for that. At a step's end the peers of a stage sum their gradients (a
-butterfly all-reduce, by bandwidth) and step.
+Every micro-batch takes its own path: at each stage, the peer that is free first computes it
+(`planner.peer_choice.Wiring`). A task without an answer is sent to another peer. The trainer stores
+the inputs of every stage until the step ends, so that other peers can recompute the gradients of a
+lost peer. Micro-batches of other trainers (`rounds`) are driven again for this purpose. At the end
+of a step the peers of a stage sum their gradients (a butterfly all-reduce, weighted by bandwidth)
+and update the weights.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from moe_plugin.training.resilience.swarm.stage import load_swarm, save_swarm
 from moe_plugin.utils.folder_lock import FolderLock, hold_saved
 
 log = logging.getLogger(__name__)
-# by (stage, micro-batch): who did the backward pass, and what it got, if this trainer asked for it
+# by (stage, micro-batch): peer that ran the backward pass, and its request if this trainer sent it
 _Taken = dict[tuple[int, int], tuple[Address, Message | None]]
 
 
 @dataclass
 class SwarmStep:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
-        losses: of each micro-batch, balance losses included.
-        norm: of all gradients, before clipping.
-        logged: what the loss function returned in addition, for each micro-batch.
-        by: which trainer drove each micro-batch; empty text: this one.
-        resent: tasks that were sent again.
-        redone: backward passes whose gradients were lost with a peer, and computed by another.
-        gone: addresses of peers that were lost.
-        moved: (address, stage it left, stage it serves).
+        losses: loss of each micro-batch, including balance losses.
+        norm: norm of all gradients, before clipping.
+        logged: additional values returned by the loss function for each micro-batch.
+        by: trainer that drove each micro-batch; empty text for this trainer.
+        resent: number of tasks that were sent again.
+        redone: number of backward passes whose gradients were lost with a peer and recomputed by
+            another peer.
+        gone: addresses of lost peers.
+        moved: (address, old stage, new stage) of moved peers.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -72,33 +73,33 @@ class SwarmStep:
 
 
 class Swarm:
-    """The trainer of a swarm, or the leading one of several (`JoinedTrainer`).
+    """The trainer of a swarm, or the leading trainer of several (`JoinedTrainer`).
 
     Args:
-        stages: number of them.
-        host, port: where peers find it; port 0: any, see `address`.
-        wire: how boundaries travel: `none`, `bf16`, `fp16`, `fp8` or `mxfp8`, with the bounds of
-            `dispatch.wire`.
-        dtype: of boundaries in memory.
-        in_flight: micro-batches at a time; 0: two for each peer.
-        clip: the largest norm of all gradients together; None: any.
-        timeout_s: without an answer, after which a task is sent to another peer.
-        rebalance_s: after so many seconds, between two steps, a peer moves to the slowest stage, if
-            the pipeline gets 1.1 times faster by it; None: never.
-        seed: of weights and random numbers.
-        target_to_all: send a micro-batch's target to all stages, whose modules are called with it
-            as their second argument.
-        resume: a folder that `save` wrote.
-        secret: that peers must know, too. Optional; without one, anybody who reaches `host` can
-            take part.
-        message_bytes: the largest message, such as a stage's weights and optimizer state.
+        stages: number of stages.
+        host, port: address at which peers reach the trainer; port 0: any free port, see `address`.
+        wire: format of tensors sent between stages: `none`, `bf16`, `fp16`, `fp8` or `mxfp8`, with
+            the error bounds of `dispatch.wire`.
+        dtype: dtype of these tensors in memory.
+        in_flight: number of micro-batches at a time; 0: two per peer.
+        clip: largest norm of all gradients together. None: no limit.
+        timeout_s: seconds without an answer after which a task is sent to another peer.
+        rebalance_s: interval in seconds at which a peer may move to the slowest stage between two
+            steps, if this speeds up the pipeline enough. None: never.
+        seed: seed of weights and random numbers.
+        target_to_all: whether all stages receive the target, as the second argument of their
+            modules.
+        resume: optional. A folder written by `save`.
+        secret: optional. Text that peers must know. Without it, anyone who can reach `host` can
+            join.
+        message_bytes: size of the largest message, such as a stage's weights and optimizer state.
 
     Attributes:
-        address: for `StagePeer`.
-        members: who serves which stage.
-        steps: done.
+        address: address for `StagePeer`.
+        members: the peers of each stage.
+        steps: number of completed steps.
     Raises:
-        ValueError: an argument is out of bounds, or `resume` is not a folder of `save`.
+        ValueError: an argument is out of bounds, or `resume` is not a folder written by `save`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -120,7 +121,7 @@ class Swarm:
         self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s,
                      "target_to_all": target_to_all}
         self.members, self._clock = SwarmMembers(stages, seed), Alarm(rebalance_s)
-        self._locks: dict[str, FolderLock | None] = {}  # of the folders of `save`
+        self._locks: dict[str, FolderLock | None] = {}  # locks of the folders of `save`
         self._access = Access(secret, message_bytes)
         self._connections = Connections(timeout_s, self._access)
         self._taken: _Taken = {}
@@ -134,24 +135,21 @@ class Swarm:
         self.address = self._server.address
 
     def wait_for(self, peers: int) -> None:
-        """Wait until so many peers are here, for `timeout_s`.
-
-        Raises: TimeoutError: there are fewer.
-        """
+        """Wait up to `timeout_s` until `peers` peers have connected, or raise a `TimeoutError`."""
         if not self.members.wait_for(peers, self.timeout_s):
-            raise TimeoutError(f"{len(self.members)} of {peers} peers have come to {self.address} "
-                               f"within {self.timeout_s} s")
+            raise TimeoutError(f"{len(self.members)} of {peers} peers have connected to "
+                               f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """A step with micro-batches (input [B, ...], target): `accumulate` and `update`."""
+        """Run a step with micro-batches (input [B, ...], target): `accumulate` and `update`."""
         result = self.accumulate(micro_batches)
         self.update()
         return result
 
     def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """The passes of a step; its gradients wait at the peers for `update`.
+        """Run the passes of a step. The gradients stay on the peers until `update`.
 
-        Raises: RuntimeError: a stage has no peer, or each one of its peers fails, with the reason.
+        Raises a `RuntimeError` if a stage has no peer or all its peers failed, with the reason.
         """
         self._result = result = SwarmStep()
         self._taken, self._driver.resent = {}, 0
@@ -165,12 +163,12 @@ class Swarm:
         return result
 
     def update(self, skip: bool = False, groups: Sequence[Message] = ()) -> None:
-        """Let all peers step with the gradients of `accumulate`, clipped.
+        """Update the weights on all peers with the clipped gradients of `accumulate`.
 
         Args:
-            skip: no weight and no state of an optimizer changes.
-            groups: new values of the optimizers' parameter groups, such as `{"lr": 0.1}`; one with
-                `wd_mult` is for groups with the same `wd_mult` alone.
+            skip: leave all weights and optimizer states unchanged.
+            groups: new values for the optimizers' parameter groups, such as `{"lr": 0.1}`. A
+                dictionary with `wd_mult` applies only to groups with the same `wd_mult`.
         """
         norm = self._result.norm
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
@@ -180,7 +178,7 @@ class Swarm:
         self._evaluations = 0
 
     def evaluate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Losses of micro-batches, without training, by stages in evaluation mode."""
+        """Compute the losses of micro-batches with stages in evaluation mode, without training."""
         self._result, self._evaluations = SwarmStep(), self._evaluations + 1
         self._place()
         with self._round(("evaluate", self.steps, self._evaluations), micro_batches):
@@ -189,9 +187,7 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Drive all micro-batches, with the trainers that have joined. They get the result at the
-        end of the block, which may drive a micro-batch again.
-        """
+        """Drive all micro-batches with all trainers. After the block they receive the result."""
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -209,9 +205,9 @@ class Swarm:
             threads = min(now.count, self.in_flight or 2 * len(self.members))
             with ThreadPoolExecutor(threads) as pool:
                 _results([pool.submit(work) for _ in range(threads)])
-            found = [now.found[number] for number in range(now.count)]
-            result.losses = [driven.loss for driven in found]
-            result.logged = [driven.logged for driven in found]
+            results = [now.found[number] for number in range(now.count)]
+            result.losses = [driven.loss for driven in results]
+            result.logged = [driven.logged for driven in results]
             result.by = [now.by[number] for number in range(now.count)]
             yield again
             done = True
@@ -220,17 +216,19 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write every stage's weights and optimizer, for `resume`; a killed save leaves what was
-        there. The folder is this trainer's until `close`.
+        """Write every stage's weights and optimizer state, for `resume`, to a folder locked until
+        `close`.
 
-        Raises: ValueError: another run has the folder, see `moe_plugin.utils.folder_lock`.
+        If the process is killed while saving, the previous files stay valid. Raises a `ValueError`
+        if another run uses the folder.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Tell the peers that training has ended, once the other trainers know the last result."""
+        """Tell the peers that training has ended, after joined trainers received the last result.
+        """
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -240,10 +238,10 @@ class Swarm:
             try:
                 ask(address, "stop", self.timeout_s, self._access)
             except (OSError, PeerError):
-                log.debug("peer %s does not answer any more", address)
+                log.debug("peer %s no longer answers", address)
         self._server.close()
 
-    # -- who serves what
+    # -- assignment of peers to stages
 
     def _answer(self, request: Message) -> Message:
         what = request.pop("do")
@@ -254,7 +252,7 @@ class Swarm:
         return {}
 
     def _place(self) -> None:
-        """Newcomers go where the throughput is least; then one peer may move there."""
+        """Assign new peers to the slowest stages. Then one peer may move to the slowest stage."""
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
         self._all_served()
@@ -275,8 +273,8 @@ class Swarm:
                 step=self.steps, source=others[0] if others else None,
                 state=None if others else self._first[stage], **self._run)
         except (OSError, PeerError) as error:
-            log.warning("peer %s did not take stage %d: %s", member.address, stage, error)
-            self._refused = f"; {member.address} did not take it: {error}"
+            log.warning("peer %s could not load stage %d: %s", member.address, stage, error)
+            self._refused = f"; {member.address} could not load it: {error}"
             self.members.leave(stage, member.address)
             return False
         self.members.serve(member, stage)
@@ -296,13 +294,13 @@ class Swarm:
     def _lost(self, stage: int) -> RuntimeError:
         lost = self.steps and self._first[stage] is None
         return RuntimeError(f"stage {stage} of {self.stages} has no peer; " + (
-            "its weights are gone with them: continue from the last folder of `save`"
-            if lost else "start a peer for each stage, and `wait_for` them") + self._refused)
+            "its weights were lost with its peers; resume from the last folder of `save`"
+            if lost else "start a peer for each stage, and call `wait_for`") + self._refused)
 
     # -- tasks
 
     def _took(self, stage: int, number: int, address: Address, values: Message | None) -> bool:
-        """Count a backward pass, if none of this micro-batch counts at this stage yet."""
+        """Count a backward pass, unless this micro-batch is already counted at this stage."""
         with self._ledger:
             before = self._taken.get((stage, number))
             if before is not None and before[0] in self.members.stages[stage]:
@@ -316,20 +314,20 @@ class Swarm:
             return False
         return True
 
-    # -- a step's end
+    # -- end of a step
 
     def _reduce(self, again: Callable[[int], object]) -> float:
-        """Let the peers of each stage sum; returns the norm of all. again: drives a micro-batch."""
+        """Sum the gradients on each stage's peers, and return the norm of all of them."""
         norms: dict[int, float] = {}
         for attempt in range(1 + len(self.members)):
             left = [stage for stage in range(self.stages) if stage not in norms]
             self._redo(left, again)
             members = self.members.stages
-            found = self._ask_members("reduce", lambda stage, me: {
+            stage_norms = self._ask_members("reduce", lambda stage, me: {
                 "key": (self.steps, attempt), "members": members[stage], "me": me,
                 "micro_batches": self._taken_by(stage, members[stage][me]),
                 "bandwidths": self.members.bandwidths(stage)}, left, members)
-            norms.update({stage: norm for stage, norm in found.items()
+            norms.update({stage: norm for stage, norm in stage_norms.items()
                           if not self._missing([stage], members)})
             if len(norms) == self.stages:
                 return sum(norm ** 2 for norm in norms.values()) ** 0.5
@@ -340,19 +338,17 @@ class Swarm:
 
     def _missing(self, stages: Sequence[int], members: list[list[Address]]
                  ) -> list[tuple[int, int]]:
-        """(stage, micro-batch) of the gradients that none of these members has."""
+        """Return (stage, micro-batch) of gradients that none of these members stores."""
         with self._ledger:
             return [(stage, n) for (stage, n), (address, _) in self._taken.items()
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Compute again what peers that are lost had summed, until no such gradient is left: the
-        peer that is asked may be lost, too, with what it had summed before.
-        """
+        """Recompute gradients of lost peers until none is missing; peers may be lost meanwhile."""
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
-            if values is None:  # another trainer had the inputs
+            if values is None:  # another trainer stored the inputs
                 again(number)
             else:
                 self._driver.task(stage, self.steps, number, "backward", values)
@@ -361,31 +357,32 @@ class Swarm:
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
                      stages: Iterable[int] | None = None,
                      members: list[list[Address]] | None = None) -> dict[int, float]:
-        """Ask all members of these stages at once, and ban those that do not answer.
+        """Send a request to all members of these stages at once, and remove members that do not
+        answer.
 
-        Returns: by stage whose members have all done it, the norm that they tell.
+        Returns the norm that the members report, for each stage whose members have all succeeded.
         """
         members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
         with ThreadPoolExecutor(max(1, len(self.members))) as pool:
-            # a peer may wait for another one, and that one for what a third one sends
+            # three timeouts, because a peer may wait for a second peer that waits for a third one
             asked = {(stage, address): pool.submit(ask, address, what, 3 * self.timeout_s,
                                                    self._access, **values(stage, me))
                      for stage in chosen for me, address in enumerate(members[stage])}
-        found, failed = {}, set()
+        norms, failed = {}, set()
         for (stage, address), future in asked.items():
             try:
                 answer = future.result()
                 if not answer.get("complete", True):
-                    raise ConnectionError("gradients that it computed are missing")
-                found[stage] = answer.get("norm", 0.0)
+                    raise ConnectionError("gradients computed by this peer are missing")
+                norms[stage] = answer.get("norm", 0.0)
             except (OSError, PeerError) as error:
                 failed.add(stage)
-                # one that cannot sum waited for another, which is banned
+                # a peer that cannot sum has waited for another peer, which is removed instead
                 if what != "reduce" or isinstance(error, OSError):
                     self._ban(stage, address, error)
         self._all_served()
-        return {stage: norm for stage, norm in found.items() if stage not in failed}
+        return {stage: norm for stage, norm in norms.items() if stage not in failed}
 
     def _state(self, stage: int) -> Message:
         while True:
@@ -398,7 +395,7 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Of all; where one fails, those that have not begun are cancelled."""
+    """Return the results of all futures. After a failure, waiting futures are cancelled."""
     try:
         return [future.result() for future in futures]
     except BaseException:
