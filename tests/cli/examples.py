@@ -43,7 +43,7 @@ SCRIPT_SMALL = (
 SMALL = {
     "bench layer": "--tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --rounds 1 --peers none",
     "bench kernels": "--tokens 64 --model-dim 16 --hidden-dim 32 --experts 4 --rounds 1",
-    "corpus": "--size 20000",
+    "corpus": "--size 120000",
     "watch": "--once",
     "schedule": "--chunks 1",
 }
