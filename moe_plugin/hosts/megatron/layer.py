@@ -54,8 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
-    """A drop-in replacement for Megatron's `MoELayer` that uses this package's routing, dispatch
-    and experts.
+    """A replacement for Megatron's `MoELayer` with this package's routing, dispatch and experts.
 
     Arguments, process groups, auxiliary losses and logging are those of Megatron.
 
@@ -72,15 +71,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         submodules: Megatron's `MoESubmodules` in the spec. The shared experts and a custom router
             in the spec are used, but the experts in the spec are ignored.
         layer_number: 1-based number of the transformer layer.
-        pg_collection: Megatron's process group collection. Defaults to Megatron's global process
-            groups.
-        settings: settings of this package by dotted path (see `moe_plugin.config`). Defaults to the
-            settings that the launcher added to the script's arguments, or else to this package's
-            defaults.
+        pg_collection: Megatron's process groups. Defaults to Megatron's global groups.
+        settings: this package's settings by dotted path (see `moe_plugin.config`). Defaults to the
+            launcher's settings in the script's arguments, or else to the default settings.
         in_hybrid: True if the layer is part of the layer stack of a `HybridModel`.
     Raises:
-        ValueError: If a setting cannot be honoured. The error message contains the value and a
-            remedy.
+        ValueError: If a setting cannot be honoured. The error message contains value and remedy.
     """
 
     @settings_errors()
@@ -225,9 +221,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     @property
     def trace_key(self) -> tuple[str, int | None, int] | None:
-        """Return the block, multi-token prediction depth and layer, as in Megatron's routing
-        traces.
-        """
+        """Return block, prediction depth and layer, as in Megatron's routing traces."""
         return None if self.layer_number is None else layer_numbers.trace_key(
             self.layer_number, self.config, self._prediction)
 
@@ -271,8 +265,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         """Compute the output of the MoE layer for all tokens.
 
         Args:
-            hidden_states: activations [s, b, h]. Under sequence parallelism, the current rank's
-                part.
+            hidden_states: activations [s, b, h], or the rank's part under sequence parallelism.
             intermediate_tensors: tensors of partial CUDA graphs. Must be None.
             padding_mask: bool tensor [b, s] that is True for padding, as in Megatron. Padding
                 tokens are not routed and their outputs are zero.

@@ -44,8 +44,8 @@ def wait_for(experts: nn.Module) -> None:
 
     Megatron waits in a hook that runs before the forward pass of the module that owns the
     parameters. This package's layer also uses the experts' parameters without calling the experts'
-    forward pass, for example if the parameters are gathered (r = 0) or broadcast. If the forward
-    pass is also called later, the hook has nothing left to do.
+    forward pass, if the parameters are gathered (r = 0), broadcast, or used token by token. If the
+    forward pass is also called later, the hook has nothing left to do.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(

@@ -199,8 +199,7 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
 
 
 def first_batch(iterators: Any) -> Any:
-    """Return the next micro-batch without consuming it, or None if the current rank reads no data.
-    """
+    """Return the next micro-batch without consuming it, or None if this rank reads no data."""
     iterator = iterators[0] if isinstance(iterators, list) else iterators
     if iterator is None:
         return None
@@ -210,7 +209,7 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """Return the loss of a micro-batch, computed with the model inside its wrappers.
+    """Return the loss of a micro-batch, computed by the model without its wrappers.
 
     given: dict of the arguments with which Megatron calls `train_step`.
     """
@@ -236,7 +235,7 @@ def _results_not_validated() -> Iterator[None]:
 
 
 def bare(chunk: Any) -> Any:
-    """Return the model inside the wrappers for data parallelism and precision."""
+    """Return a model chunk without its wrappers for data parallelism and precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -133,8 +133,8 @@ def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> boo
         plan: result of the translation of the `TransformerConfig`.
         groups: Megatron's process groups.
     Raises:
-        ValueError: a setting does not fit these groups. The message contains the nearest setting
-            that fits.
+        ValueError: If a setting is not possible with these groups. The error message contains the
+            nearest possible setting.
     """
     name, replicas = plan.config.dispatch.name, plan.config.parallel.replicas
     ranks = groups.tensor.size()

@@ -37,7 +37,8 @@ class KeyValues:
         self._grads: tuple[Tensor, Tensor] | None = None
 
     def put(self, start: int, k_lBGC: Tensor, v_lBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a slice. Return all keys and values up to its end [start + l, B, groups, channels].
+        """Store a slice. Return keys and values up to its end, of shape [start + l, B, groups,
+        channels].
         """
         end = start + k_lBGC.shape[0]
         # .data, because later slices are written into the same storage, and autograd would
@@ -94,8 +95,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of the sequences of a micro-batch, with the tokens from `start` to `start + length`.
-    """
+    """A slice of a micro-batch's sequences, which contains `length` tokens from `start` on."""
 
     sequences: Sequences
     start: int

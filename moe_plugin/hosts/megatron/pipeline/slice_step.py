@@ -36,7 +36,7 @@ _CONFIG = (("context_parallel_size", 1), ("multi_latent_attention", False),
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """Return the GPT model inside its wrappers.
+    """Return the GPT model without its wrappers.
 
     Raises:
         ValueError: If a part of the model or a setting of Megatron does not support slices.
@@ -68,7 +68,7 @@ class CutModel:
     The inputs are split inside the context `cutting`, and `begin` selects the slice.
 
     Args:
-        bare: the model inside its wrappers.
+        bare: the model without its wrappers.
         length: length of each sequence in tokens.
     """
 
