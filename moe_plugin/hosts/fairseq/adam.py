@@ -132,8 +132,7 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """Mixin for a 16-bit fairseq optimizer that also discards the gradients stored in its blocks.
-    """
+    """Mixin for a 16-bit fairseq optimizer that also discards the gradients in its blocks."""
 
     def zero_grad(self) -> None:
         """Discard the gradients stored by fairseq and by the blocks."""

@@ -192,8 +192,7 @@ class Evaluation:
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
-        """Create the process groups of a model. All ranks must call this method in the same order.
-        """
+        """Create the process groups of a model. All ranks must call this in the same order."""
         size = self.expert_ranks(experts)
         if size == 1:
             return FairseqGroups(LocalComm(), 1, 1)
@@ -205,14 +204,14 @@ class Evaluation:
 
 @contextmanager
 def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
-    """Mark all models built inside as models that are only evaluated.
+    """Mark all models that are built inside the block as models that are only evaluated.
 
-    Models are only evaluated in validation, scoring, or generation from a checkpoint. All models
-    of one command share one `Evaluation`.
+    Such models are used in validation, scoring, or generation from a checkpoint. All models of a
+    command share one `Evaluation` object.
 
     Args:
-        ranks: number of processes of the default group that evaluate together. A single process
-            stores all experts.
+        ranks: number of processes of the default process group that evaluate together. If there is
+            a single process, it stores all experts.
     """
     outer = _evaluation.get()
     token = _evaluation.set(outer or Evaluation(ranks))
@@ -223,22 +222,25 @@ def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
 
 
 def current_evaluation() -> Evaluation | None:
-    """Return the `Evaluation` while models are built only for evaluation, otherwise None."""
+    """Return the current `Evaluation` while models are built only for evaluation, and None
+    otherwise.
+    """
     return _evaluation.get()
 
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """Create the groups of a model. All ranks must call this in the same order.
+    """Create the process groups of a model. All ranks must call this in the same order.
 
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0
             for all ranks.
-        timeout_s: timeout of these groups, and upper bound for the timeouts of fairseq's groups.
-        measured: whether to measure the exchange of rows.
-        dummy: whether to skip the exchange of rows.
+        timeout_s: timeout of these process groups in seconds, and upper bound for the timeouts of
+            fairseq's groups.
+        measured: True to measure the exchange of rows.
+        dummy: True to skip the exchange of rows.
     Raises:
-        ValueError: `expert_parallel_size` does not divide the number of ranks.
+        ValueError: If `expert_parallel_size` does not divide the number of ranks.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world == 1:
@@ -263,9 +265,10 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return this rank's group of `size` consecutive ranks of the job. Collective.
+    """Return the process group of `size` consecutive ranks that contains the current rank.
+    Collective.
 
-    The group is cached, so that switching between sizes opens no new connections.
+    The group is cached, so no new connections are opened if the size is changed back.
     """
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)

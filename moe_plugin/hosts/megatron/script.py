@@ -365,8 +365,7 @@ def _refuse_unfit() -> None:
 
 
 def _check_native(arguments: Mapping[str, Any]) -> None:
-    """With `--native-moe`, run the checks of this package's layer and warn about unused settings.
-    """
+    """With `--native-moe`, check like this package's layer and warn about unused settings."""
     if not (arguments.get("native_moe") and arguments.get("num_experts")):
         return
     refuse_unknown(script_config())
@@ -384,8 +383,7 @@ def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) ->
 
     Args:
         number: 1-based number of the step.
-        done: result of `train_step`, which starts with the losses by name and a flag that the step
-            was skipped.
+        done: result of `train_step`, starting with losses by name and True for a skipped step.
         left_out: reason why the step changes no parameter, or None.
     """
     losses, skipped = done[:2]

@@ -204,8 +204,7 @@ class SwarmOptimizer(StreamedOptimizer):
         self.param_groups = torch_optimizer(args, some).param_groups
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Make the peers clip gradients and make an optimizer step. See `StreamedOptimizer.step`.
-        """
+        """Make the peers clip gradients and run an optimizer step. See `StreamedOptimizer.step`."""
         skip = self.prepare_grads()
         if isinstance(self.model.trainer, Swarm):
             self.model.trainer.update(skip, [

@@ -112,7 +112,7 @@ def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any
     run resumes.
 
     If a finished run is started again, fairseq <= 0.12.3 trains one step too many. If a run is
-    stopped, every rank ends with a traceback.
+    stopped, fairseq <= 0.12.3 ends every rank with a traceback.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -266,8 +266,7 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
 @contextmanager
 def giving(state: dict[str, Any]) -> Iterator[None]:
-    """Make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use this state instead of reading a file.
-    """
+    """Make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use this state instead of a file."""
     import torch
     from fairseq import checkpoint_utils
 

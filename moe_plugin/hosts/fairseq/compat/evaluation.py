@@ -68,7 +68,7 @@ class Validate(_Command):
     """Wrapper of the `main` function of `fairseq-validate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements that make all ranks finish together and allow ranks without a batch.
+        """Return replacements that make all ranks finish together and permit ranks without a batch.
         """
         checkpoints = self.main.__globals__["checkpoint_utils"]
         load = checkpoints.load_model_ensemble_and_task
@@ -324,8 +324,7 @@ def eval_lm_flags() -> None:
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """Run evaluation commands as processes of an `Evaluation`. See the documentation of the module.
-    """
+    """Run evaluation commands as processes of an `Evaluation`. See the module's documentation."""
     return original(cfg, _command_of(main), **kwargs)
 
 

@@ -70,7 +70,7 @@ def full_checkpoints() -> None:
 def hydra_of_its_time() -> None:
     """Set hydra's `version_base` to 1.1 while fairseq composes its settings.
 
-    fairseq <= 0.12.3 uses `hydra.experimental`. hydra >= 1.2 raises an error for this module if any
+    fairseq <= 0.12.3 uses the module `hydra.experimental`. hydra >= 1.2 rejects this module if any
     code in the process has started hydra with a `version_base` of 1.2 or more. The previous value
     is restored afterwards.
     """
@@ -339,8 +339,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
-    """Ignore state that is not a tensor, because fairseq <= 0.12.3 fails on it under `--ema-fp32`.
-    """
+    """Ignore state that is not a tensor, on which fairseq <= 0.12.3 fails under `--ema-fp32`."""
     state = self.model.state_dict() if state_dict is None else state_dict
     original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})
