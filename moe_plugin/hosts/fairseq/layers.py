@@ -76,9 +76,9 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
     if config.router.pre_gate and dispatchers.get(config.dispatch.name).traits.bounded:
         raise ValueError(
-            f"router.pre_gate=1 does not fit dispatch.name={config.dispatch.name!r} in fairseq, "
-            "because its evaluation repeats a layer's call when rows exceed the bound. Use "
-            "router.pre_gate=0 or dispatch.name='ragged'")
+            f"router.pre_gate=1 cannot be used with dispatch.name={config.dispatch.name!r} in "
+            "fairseq, because its evaluation repeats a layer's call when rows exceed the bound. "
+            "Use router.pre_gate=0 or dispatch.name='ragged'")
     name, replicas = config.dispatch.name, config.parallel.replicas
     asked = []
     if dispatchers.get(name).traits.shares_tokens:
@@ -88,14 +88,14 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     store = config.experts.store
     if store != "device" and settings.evaluation is None:
         raise ValueError(
-            f"experts.store={store} does not fit training in fairseq, which reduces and updates "
-            "parameters on the device. Use experts.store=device. Only evaluation "
+            f"experts.store={store} cannot be used for training in fairseq, which reduces and "
+            "updates parameters on the device. Use experts.store=device. Only evaluation "
             "(fairseq-validate, fairseq-eval-lm, fairseq-generate) supports --moe-experts-on")
     if asked and settings.groups.expert.size > 1:
         raise ValueError(
-            f"{asked[0]} does not fit fairseq, because it requires ranks with the same tokens, and "
-            "fairseq's data-parallel ranks have different tokens. Use dispatch.name='ragged' or "
-            "'padded', and parallel.replicas=1")
+            f"{asked[0]} cannot be used in fairseq, because it requires ranks with the same "
+            "tokens, and fairseq's data-parallel ranks have different tokens. Use "
+            "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
 
 
 class ExpertFFN(TakesTokenIds, nn.Module):

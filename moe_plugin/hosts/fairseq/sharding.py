@@ -90,7 +90,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     if any(layer.config.router.pre_gate for layer in layers_in(model)):
         raise ValueError(
-            "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers the "
+            "--moe-pre-gate 1 cannot be used with --ddp-backend fully_sharded, which gathers the "
             "parameters of one layer at a time. Use --moe-pre-gate 0 or --zero-sharding os")
     settings = cfg.distributed_training
     experts = set(expert_parameters(model).values())
@@ -217,8 +217,9 @@ def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
     """
     if not optimizer.supports_flat_params:
         raise ValueError(
-            f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
-            "update every element independently. Use adam, sgd, adadelta or adamax, or no sharding")
+            f"sharded optimizer state cannot be used with {type(optimizer).__name__}, which does "
+            "not update every element independently. Use adam, sgd, adadelta or adamax, or no "
+            "sharding")
     base = type(optimizer)
     optimizer.parts = parts
     optimizer.__class__ = type(base.__name__, (_ShardedOptimizer, base), {})

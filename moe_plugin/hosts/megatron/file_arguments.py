@@ -5,7 +5,7 @@
       moe_router_load_balancing_type: [aux_loss, seq_aux_loss]
       swiglu: true
       disable_bias_linear: true     # or add_bias_linear: false, by the attribute's name
-    router: {fp32: true}            # our settings, in the same file
+    router: {fp32: true}            # settings of this package, in the same file
 
 Settings such as `megatron.num_layers=8` and `router.fp32=false` on the command line override the
 file, and flags override both. The section `megatron` is converted to command-line words that are

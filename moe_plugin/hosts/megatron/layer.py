@@ -59,8 +59,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     Arguments, process groups, auxiliary losses and logging are those of Megatron.
 
     The class inherits from Megatron's `MoELayer` only so that `isinstance` checks pass. The
-    parent's submodules are not built. Attributes: `router` (ours, or Megatron's router if a native
-    setting requires it), `experts`, `fc1_latent_proj` and `fc2_latent_proj` (only with
+    parent's submodules are not built. Attributes: `router` (Megatron's router if a setting
+    requires it), `experts`, `fc1_latent_proj` and `fc2_latent_proj` (only with
     `moe_latent_size`), `shared_experts` (Megatron's), `moe` (the `MoELayer` that runs router and
     experts), `last_stats` (the `LayerStats` of the latest forward pass), `observer` (called with
     the `LayerStats` of each forward pass, but not of a recomputation), `run_ends_steps` (True if

@@ -44,7 +44,7 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
         return
     if found[0].moe.tokens.sharing is not None:
         raise ValueError("parallel.replicas cannot be used with replay_rollouts, because ranks "
-                         "then share tokens in another order. Leave it out.")
+                         "then share tokens in a different order. Leave it out.")
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
     ids_TLK = tokens_of_rank(ids_BSLK, context=context, lengths=lengths)
     ids_BSLK = ids_TLK.view(ids_BSLK.shape[0], -1, *ids_TLK.shape[1:])

@@ -141,8 +141,8 @@ def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> boo
     inside = _inside(plan.config)
     if replicas not in (1, ranks):
         raise ValueError(
-            f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}. It "
-            f"must be 1 or {ranks}, the number of ranks that have the same tokens. The nearest "
+            f"parallel.replicas={replicas} cannot be used with tensor_model_parallel_size={ranks}. "
+            f"It must be 1 or {ranks}, the number of ranks that have the same tokens. The nearest "
             f"allowed value is {min((1, ranks), key=lambda n: abs(n - replicas))}.")
     if not inside and replicas == 1:
         return False
@@ -181,8 +181,8 @@ def _check_inside(asked: str, groups: MegatronGroups) -> None:
         nearest = f"parallel.replicas={len(tensor)} (Parm)" if _whole_groups(groups) and len(
             tensor) > 1 else "dispatch.name='ragged'"
         raise ValueError(
-            f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}, "
-            "because the two groups must be equal. Use "
+            f"{asked} cannot be used with experts on ranks {experts} and tensor-parallel ranks "
+            f"{tensor}, because the two groups must be equal. Use "
             f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}. The "
             f"nearest setting for these groups is {nearest}."
         )
@@ -192,8 +192,8 @@ def _check_whole_groups(asked: str, groups: MegatronGroups) -> None:
     if not _whole_groups(groups):
         tensor, experts = _ranks(groups)
         raise ValueError(
-            f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}, "
-            "because experts must use whole tensor-parallel groups. "
+            f"{asked} cannot be used with experts on ranks {experts} and tensor-parallel ranks "
+            f"{tensor}, because experts must use whole tensor-parallel groups. "
             "Make expert_model_parallel_size * expert_tensor_parallel_size a multiple of "
             f"{len(tensor)}. The nearest setting for these groups is "
             "parallel.replicas=1, with which each rank routes its part of the sequence.")

@@ -10,7 +10,7 @@ tensor with a gradient (tokens, rows, gate weights) is passed from step to step 
 a step copies the tensors that it must keep. A layer processes one call at a time. Backward passes
 in between do not change the state of the call.
 
-| Megatron's step | steps of our layer |
+| Megatron's step | steps of this package's layer |
 |---|---|
 | `shared_experts_compute` | Megatron's shared expert |
 | `route`, `preprocess` | route, capacity, select, plan |

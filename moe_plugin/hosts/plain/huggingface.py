@@ -233,7 +233,7 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
 
     Args:
         block: the replaced block.
-        moe: our layer.
+        moe: this package's layer.
         state: dict of the tensors of the block, by their names in a whole checkpoint.
         config: configuration of the model.
         index: index of the decoder layer.

@@ -176,9 +176,9 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
             if match is not None and not transformer:
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) matches {short(match)}, but is not "
-                    "a feed-forward module, which has two linear maps and a known activation, or "
-                    "three linear maps with a gate, and no training-only part except nn.Dropout. "
-                    "Exclude the module, or insert MoEBlock(dim, ...) there yourself")
+                    "a feed-forward module, which has two linear layers and a known activation, or "
+                    "three linear layers with a gate, and no training-only part except "
+                    "nn.Dropout. Exclude the module, or insert MoEBlock(dim, ...) there yourself")
             continue
         module_names = names[id(module)]
         taken += module_names
@@ -239,8 +239,8 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
                    host=HostContext(layer_number=number), dtype=weight.dtype, device=weight.device)
     if upcycle:
         if moe.latent is not None:
-            raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} does not fit "
-                             f"module {place.name!r}, because its weights become those of the "
+            raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} cannot be used "
+                             f"for module {place.name!r}, because its weights become those of the "
                              "experts. Set experts.latent_dim to 0, or use upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
             logger.info("router.top_k=1 multiplies each expert's output by its score, so the "

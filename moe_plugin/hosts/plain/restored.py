@@ -59,7 +59,7 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
     ranks. Collective.
 
     Args:
-        moe: our layer.
+        moe: this package's layer.
         original: the model's own block on the meta device.
         config: configuration of the model.
     """
@@ -141,5 +141,6 @@ def _load(block: nn.Module, view: Source) -> None:
     missing, unexpected = block.load_state_dict(values, strict=False)
     if missing or unexpected:
         raise CheckpointError(
-            f"the weights of {type(block).__name__} differ from those of our layer: "
-            f"{[*missing, *unexpected]}. Use a version of transformers that the extra `hf` allows")
+            f"the weights of {type(block).__name__} differ from those of this package's "
+            f"layer: {[*missing, *unexpected]}. Use a version of transformers that the extra `hf` "
+            "allows")

@@ -55,15 +55,15 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
     """
     if settings.activations not in ("keep", "recompute"):
         raise ValueError(
-            f"offload.activations={short(settings.activations)} does not fit streamed_trainer, "
-            "which stores the input of each block and recomputes the block in backward. Leave "
-            "offload.activations out")
+            f"offload.activations={short(settings.activations)} cannot be used with "
+            "streamed_trainer, which stores the input of each block and recomputes the block in "
+            "backward. Leave offload.activations out")
     world = default_comm() if world is None else world
     if world.size > 1:
         if arguments.get("main_weights"):
-            raise ValueError(f"main_weights=True does not fit {world.size} ranks, because their "
-                             "gradients are reduced in the dtype of the parameters. Use one rank, "
-                             "or float32 weights")
+            raise ValueError(f"main_weights=True cannot be used on {world.size} ranks, because "
+                             "their gradients are reduced in the dtype of the parameters. Use one "
+                             "rank, or float32 weights")
         arguments.setdefault("gradients", BlockGradients(world))
     if clip_norm is not None:
         if not clip_norm > 0:
@@ -75,7 +75,7 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         return StreamedTrainer(blocks, loss, optimizer, tier_of(device, settings.path),
                                device=device, **arguments)
     if "resident" in arguments:
-        raise ValueError(f"resident={short(arguments['resident'])} does not fit "
+        raise ValueError(f"resident={short(arguments['resident'])} cannot be used with "
                          "offload.weights=device, which keeps all blocks on the device. Leave "
                          "resident out, or use offload.weights=host")
     return StreamedTrainer(blocks, loss, optimizer, HostTier(device), device=device,

@@ -203,9 +203,9 @@ def _check(size: SwinMoE, classes: int) -> None:
     patches = size.image // size.patch
     if size.image % size.patch or patches % size.window:
         raise ValueError(
-            f"image={size.image}, patch={size.patch} and window={size.window} do not fit: image "
-            f"must be a multiple of patch, and the {patches} patches per side must be a multiple "
-            "of window")
+            f"image={size.image}, patch={size.patch} and window={size.window} cannot be combined: "
+            f"image must be a multiple of patch, and the {patches} patches per side must be a "
+            "multiple of window")
     for stage, blocks in enumerate(size.moe_blocks):
         wrong = [block for block in blocks if not 0 <= block < size.depths[stage]]
         if wrong:

@@ -110,8 +110,8 @@ def _check(settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{path}={short(value)} {where} has no effect, because the model has its own "
                 "router and experts. Use only settings under "
-                f"{', '.join(s.rstrip('.') for s in SETTINGS)}, or replace the MoE blocks by our "
-                "layers with moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
+                f"{', '.join(s.rstrip('.') for s in SETTINGS)}, or replace the MoE blocks "
+                "with this package's layers by moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     config = with_overrides(MoEConfig(), settings)
     check_routed(config, ranks=1)
     parallel = config.parallel

@@ -122,5 +122,5 @@ class _TopK(TorchFunctionMode):
         raise ValueError(
             f"{type(block).__name__} called topk on the scores of its {self.experts} experts "
             f"{self.chosen} times in a pass. Rollouts can be replayed only if it is called once. "
-            "Replace the block by our layer with "
+            "Replace the block with this package's layer by "
             "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")

@@ -235,12 +235,12 @@ class _SwappedLayer(nn.Module):
 def _check_router(layer: MoELayer) -> None:
     router, names = layer.config.router, [name for name, _ in layer.router.named_parameters()]
     if names != ["weight_ED"]:
-        raise ValueError(f"router.name={router.name!r} does not fit fairseq's moe branch, whose "
-                         "gate is a single linear map from tokens to experts. Use topk, switch or "
-                         "gshard")
+        raise ValueError(f"router.name={router.name!r} cannot be used with fairseq's moe branch, "
+                         "whose gate is a single linear layer from tokens to experts. Use topk, "
+                         "switch or gshard")
     if router.fp32:
-        raise ValueError("router.fp32=True does not fit fairseq's moe branch, which converts its "
-                         "gate to the model's precision. Leave --moe-router-fp32 out")
+        raise ValueError("router.fp32=True cannot be used with fairseq's moe branch, which "
+                         "converts its gate to the model's precision. Leave --moe-router-fp32 out")
 
 
 def _comm(group: Any, args: Any) -> Comm:

@@ -27,10 +27,10 @@ _OF_EXPERTS = re.compile(r"moe|expert|rout(er|ing)|(^|_)ep_|hybridep|deepep|nccl
 class By(enum.Enum):
     """The component that implements a setting."""
 
-    OURS = "our layer"
+    OURS = "this package's layer"
     ROUTER = "Megatron's router, which is built if the setting needs it"
-    MODEL = "Megatron's model or loop, outside of our layer"
-    NOTHING = "no effect: the setting chooses an implementation that our layer does not have"
+    MODEL = "Megatron's model or loop, outside of this package's layer"
+    NOTHING = "no effect: the setting selects an implementation that this package does not have"
     REFUSED = "refused"
 
 

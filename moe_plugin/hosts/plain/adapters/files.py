@@ -170,8 +170,8 @@ def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None
     """Raise a `ValueError` for `peft` adapters on modules that only this package's layers have."""
     inside = tuple(f"{START}{block}.moe." for block in blocks)
     if names := sorted(name for name in state if name.startswith(inside)):
-        raise ValueError(f"{names[0]!r} adapts a module of our layer, which does not exist in the "
-                         "model before swap_moe_blocks. Pass "
+        raise ValueError(f"{names[0]!r} adapts a module of this package's layer, which does not "
+                         "exist in the model before swap_moe_blocks. Pass "
                          r"exclude_modules=r'.*\.moe\..*' to LoraConfig")
 
 
