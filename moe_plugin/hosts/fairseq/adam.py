@@ -343,7 +343,7 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
     The unit is the power of two that moves the largest magnitude into (32752, 65504]. The relative
     error is at most 2^-11, and the absolute error at most 2^-39 of the largest magnitude. If
     decoded values are encoded again, there is no additional error. Source: the scales of
-    `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et al. 2020), which may be any number
+    `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et al., 2020), which may be any number
     and are applied to `exp_avg_sq` itself.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())

@@ -128,7 +128,7 @@ def run_of(trainer: Any) -> Run:
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
     """Return the information about a model that the run needs. Layers are named by their position,
-    e.g. `decoder.layers.1`.
+    such as `decoder.layers.1`.
     """
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={

@@ -56,7 +56,7 @@ class _Call:
         stats: dict of the statistics of each MoE layer in the first pass.
         slopes: copies of the gate losses that the criterion reads. They are used to obtain the
             gradients of the loss with respect to the gate losses.
-        numbers: result of the criterion.
+        numbers: values returned by the criterion for this batch.
     """
 
     sample: dict[str, Any]

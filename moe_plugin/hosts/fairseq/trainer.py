@@ -117,7 +117,9 @@ class MoETrainer(Trainer):
             return super().train_step(batches, raise_oom)
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
-        """Prepare a batch as fairseq does. The layers ignore the tokens of a dummy batch."""
+        """Prepare a batch in the same way as fairseq. The layers ignore the tokens of a dummy
+        batch.
+        """
         prepared, dummy = super()._prepare_sample(sample, is_dummy)
         if dummy != self._dummy:
             self._dummy = dummy

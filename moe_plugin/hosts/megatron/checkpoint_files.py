@@ -89,7 +89,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
     collective call.
 
     Raises:
-        CheckpointError: If `work` failed on any rank. The message contains the reason and the
+        CheckpointError: If `work` failed on any rank. The error message contains the reason and the
             remedy.
     """
     error: BaseException | None = None

@@ -154,8 +154,8 @@ class OracleLosses:
         self._mask_BS: Tensor | None = None
 
     def take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record the loss mask. This method is a hook that runs before the forward pass of the
-        model.
+        """Store the loss mask of the current micro-batch. This method is a hook that runs before
+        the forward pass of the model.
         """
         self._mask_BS, self.training = kwargs.get("loss_mask"), model.training
 

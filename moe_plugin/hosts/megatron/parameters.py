@@ -142,7 +142,7 @@ def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGro
 
     Args:
         key: key of the parameter in the state dict.
-        name: name of the parameter in the checkpoint.
+        name: name under which the parameter is stored in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {

@@ -12,9 +12,9 @@ under the global number of the layer. Every pipeline stage saves the objects of 
 replicas of the experts have learned different layouts, the state of the first replica is saved.
 Tuner results for a different number of ranks are left out.
 
-The state of a predicted layout is stored in the same way under `load_without_missing`. Without this
-function Megatron raises an error for a checkpoint that lacks a requested object, and checkpoints of
-a different layer or of fixed layouts lack the tuner state.
+If `load_without_missing` is active, the state of a predicted layout is stored in the same way.
+Without this function Megatron raises an error for a checkpoint that lacks a requested object, and
+checkpoints of a different layer or of fixed layouts lack the tuner state.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
     of the replaced block is trainable.
 
     Args:
-        block: the replaced block.
+        block: the `transformers` block that was replaced.
         moe: this package's layer.
         state: dict of the tensors of the block, by their names in a whole checkpoint.
         config: configuration of the model.

@@ -172,7 +172,7 @@ class TrainingSteps:
         Raises:
             FloatingPointError: If too many consecutive steps were not finite.
             RowsOverflow: see `RowsFit`. The error is raised on all ranks.
-            WrongResultError: see `TwinCheck`. Raised on all ranks.
+            WrongResultError: see `TwinCheck`. The error is raised on all ranks.
         """
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch), self.total)

@@ -147,7 +147,7 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def smoothing_of(args: argparse.Namespace) -> float:
-    """Return the label smoothing.
+    """Return the label smoothing given by the arguments.
 
     Raises:
         ValueError: If the label smoothing is outside of [0, 1).

@@ -96,7 +96,7 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
     `size.moe_blocks` the MLP is replaced with an `MoEBlock`.
 
     Args:
-        size: sizes of the model.
+        size: sizes of the model, such as one of the `PRESETS`.
         classes: number of outputs of the model.
         dense: True to build the model without experts. With `top_k` 1 the dense model has the same
             active FLOPs as the model with experts.
@@ -214,7 +214,7 @@ def _check(size: SwinMoE, classes: int) -> None:
 
 
 def freeze_experts(model: nn.Module) -> int:
-    """Freeze all experts, for fine-tuning on little data (Hwang et al. 2022, section 5.3).
+    """Freeze all experts, for fine-tuning on little data (Hwang et al., 2022, section 5.3).
 
     Returns: the number of parameters that were frozen.
     Raises:

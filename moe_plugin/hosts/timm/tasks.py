@@ -41,7 +41,7 @@ class VisionTask:
     segments: bool = False
 
     def _shaped(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Reshape the outputs to [B, T, M, C] and the targets to [B, T]."""
+        """Reshape the outputs to [B, T, M, C], and the targets to [B, T]."""
         logits = outputs if self.ensemble else outputs.unsqueeze(-2)
         target_BT = target.reshape(len(target), -1)
         return logits.reshape(*target_BT.shape, *logits.shape[-2:]), target_BT

@@ -139,7 +139,7 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
     """Compute the experts that the current rank stores. Called through `ALL_EXPERTS_FUNCTIONS`.
 
     Args:
-        settings: settings of the implementation.
+        settings: settings with which the implementation was registered.
         self: the experts module.
         hidden_states: tokens of shape [T, D].
         top_k_index: indices [T, K] of the experts selected for each token. The value `num_experts`

@@ -3,7 +3,7 @@
 The patches also make fairseq run without CUDA. All patches for fairseq are in this package. Each
 patch is a function, whose docstring contains the range of fairseq versions and the reason. The
 patches replace names only inside fairseq's own modules. For all other code, numpy, torch and hydra
-remain unchanged.
+are unchanged.
 
 `install` is called once, right after `import fairseq`. The top-level module
 `moe_plugin_fairseq_compat` calls `install`, and also makes `import fairseq` succeed on Python >=

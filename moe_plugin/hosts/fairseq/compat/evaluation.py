@@ -1,4 +1,5 @@
-"""Run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or several processes.
+"""Functions that run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or
+several processes.
 
 If there are several processes, the batches and the experts are divided among them. The module also
 adds the flags of `eval_lm` in fairseq's `moe` branch.

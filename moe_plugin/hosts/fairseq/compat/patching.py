@@ -112,11 +112,11 @@ def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
 
     Args:
         settings: the dataclass.
-        name: name of the field.
-        kind: type of the field.
+        name: name of the new field.
+        kind: type of the new field.
         default: default value.
         help: help text of the flag.
-        metadata: additional metadata that fairseq reads, e.g. `argparse_const`.
+        metadata: additional metadata that fairseq reads, such as `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]
         return

@@ -1,4 +1,4 @@
-"""Patches of fairseq for current versions of numpy, torch and hydra, and for CPUs."""
+"""Patches that make fairseq run on CPUs and with current versions of numpy, torch and hydra."""
 
 from __future__ import annotations
 

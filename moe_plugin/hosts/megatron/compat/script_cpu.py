@@ -1,6 +1,6 @@
 """Optional support for running Megatron's own training code (`megatron.training`) without CUDA.
 
-The module extends `compat.cpu`. `compat.cpu` makes Megatron-core run, but `pretrain` also requires
+This module extends `compat.cpu`. `compat.cpu` makes Megatron-core run, but `pretrain` also requires
 CUDA when it starts. Each patch names the replaced functions, the Megatron versions that need the
 patch, and the reason. `enable()` applies all patches once, for the rest of the process, and must be
 called before the script builds anything.

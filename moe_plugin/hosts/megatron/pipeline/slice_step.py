@@ -93,7 +93,7 @@ class CutModel:
             yield
 
     def begin(self, part: SlicePart | None) -> None:
-        """Select the slice for the following forward or backward passes."""
+        """Select the slice that the following forward or backward passes compute."""
         self.part = part
         for attention in self.attentions:
             attention.part = part

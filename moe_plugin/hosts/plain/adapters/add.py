@@ -35,8 +35,8 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     Args:
         model: model that contains `MoELayer`s.
         rank: rank r of the adapters.
-        alpha: scale of the adapters. The scaling factor is `alpha / r`, or `alpha / sqrt(r)` with
-            `use_rslora`.
+        alpha: numerator of the scaling factor of the adapters. The scaling factor is `alpha / r`,
+            or `alpha / sqrt(r)` with `use_rslora`.
         targets: "gate_up" (the first linear layers, which share one factor `a` as in `peft`'s
             adapters of `gate_up_proj`), "down", or both.
         experts: global indices of the experts that get adapters. All other experts store rows of
