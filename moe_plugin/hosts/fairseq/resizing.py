@@ -27,8 +27,8 @@ _OPTIMIZERS = "adafactor", "composite"
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise a `ValueError` if the expert-parallel size cannot be changed during a run. The message
-    contains the flag, the reason and the remedy.
+    """Raise a `ValueError` if the expert-parallel size cannot be changed during a run. The error
+    message contains the flag, the reason and the remedy.
     """
     sizes = run_settings(model).resize.expert_parallel_at
     if not sizes:

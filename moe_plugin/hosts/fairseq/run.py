@@ -47,8 +47,8 @@ def completes_gradients(model: nn.Module) -> bool:
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise a `ValueError` if the run does not support a setting. The message contains the flag,
-    the reason and the remedy.
+    """Raise a `ValueError` if the run does not support a setting. The error message contains the
+    flag, the reason and the remedy.
     """
     config = config_of(model)
     wants_replicas(cfg, model)
@@ -136,7 +136,7 @@ def seams_of(model: nn.Module, world: Any) -> HostSeams:
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
-    """Manage the activations of the layers in the encoder and decoder."""
+    """Return an object that manages the activations of encoder and decoder layers, or None."""
     asked = run_settings(model)
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
               if (part := dict(model.named_children()).get(stack)) is not None

@@ -305,7 +305,7 @@ def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
 
 
 def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
-    """Raise a `ValueError` if a setting cannot be combined with streamed weights. The message
+    """Raise a `ValueError` if a setting cannot be combined with streamed weights. The error message
     contains the reason and the remedy.
     """
     run, common, flags = run_settings(model), cfg.common, cfg.model

@@ -172,7 +172,7 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
            ) -> list[tuple[bool, str, Any, str, str]]:
     """Return the arguments that Megatron cannot combine with stages of different layouts.
 
-    Each entry is (True if it must be changed, name, value, allowed value, remedy).
+    Each entry is a tuple (must_change, name, value, allowed_value, remedy).
     """
     given = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
     schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule

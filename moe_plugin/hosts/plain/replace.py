@@ -56,8 +56,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     `nn.TransformerDecoderLayer` are found as well.
 
     The block has the same width, inner width, activation, biases and dropouts as the module. Every
-    expert starts as a copy of the module (Komatsuzaki et al., 2023, Sparse Upcycling). Therefore, if
-    `top_k` > 1 and no tokens are dropped, the model computes the same result as before the
+    expert starts as a copy of the module (Sparse Upcycling, Komatsuzaki et al., 2023). Therefore,
+    if `top_k` > 1 and no tokens are dropped, the model computes the same result as before the
     replacement. Copies of frozen weights are frozen. Padding that is marked by the model's own
     masks (`routing.model_masks`) is not routed.
 

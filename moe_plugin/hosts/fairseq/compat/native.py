@@ -90,7 +90,7 @@ def _dtypes(params: list[Any]) -> set[torch.dtype]:
 @replaces("utils.clip_grad_norm_")
 def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: float,
                      aggregate_norm_fn: Any = None) -> Tensor:
-    """Clip all gradients at once. If no clipping is needed, the gradients are not read or written.
+    """Clip all gradients at once. If no clipping is needed, the gradients are not modified.
 
     fairseq <= 0.12.3 launches one kernel per parameter, even if the factor is 1.
     """

@@ -45,7 +45,7 @@ Group = dist.ProcessGroup
 
 
 def check_version() -> None:
-    """Raise a `ValueError` if Megatron-core is too old; warn once if it is newer than the tests."""
+    """Raise a `ValueError` if Megatron-core is too old. Warn once if its version is untested."""
     if NUMBER < OLDEST:
         raise ValueError(
             f"megatron-core {core_version} is too old. The version must be at least "

@@ -172,8 +172,7 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(found: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of expert-related settings that have no row, even under an older name.
-    """
+    """Return the names of expert-related settings without a row under a current or older name."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in found if of_experts(name) and name not in known)
 

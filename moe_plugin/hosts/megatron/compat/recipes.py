@@ -120,7 +120,7 @@ def _products(kind: str, chosen: str, name: str) -> str:
 
 def in_bf16(native: Any, layer_number: int) -> bool:
     """Return True if Megatron excludes a layer from its precision recipe. The layer number is
-    1-based and counts all layers of the model.
+    1-based, in the order of all layers of the model.
     """
     if not setting(native, "first_last_layers_bf16", False):
         return False

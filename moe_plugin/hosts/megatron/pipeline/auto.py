@@ -130,8 +130,8 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
-    """Return a profile that is the same on all ranks, with the numbers of the slowest and largest
-    rank of each stage.
+    """Return a profile that is the same on all ranks. For each stage it contains the times of the
+    slowest rank and the sizes of the largest rank.
 
     This is a collective call of all ranks.
 
@@ -175,7 +175,8 @@ class AutoSchedule(PipelineSchedule):
     """A schedule that selects 1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, based on
     measured times and memory.
 
-    The memory limit is `pipeline.memory`. With virtual stages Megatron's own schedule is used.
+    The memory limit is given by `pipeline.memory`. With virtual stages Megatron's own schedule is
+    used.
 
     Attributes:
         chosen: the selected schedule, or None before the selection.
