@@ -148,7 +148,7 @@ def router_class(name: str) -> Any:
     """Return the class or function registered as a router under `name`.
 
     A router class of this package declares which settings the router reads and to how many experts
-    it sends a token (see `routing.RouterModule`). Users may register functions.
+    it sends a token (see `routing.RouterModule`). Users may also register functions.
 
     Returns:
         The registered object, or None if the name is unknown or no router is loaded yet. Settings
