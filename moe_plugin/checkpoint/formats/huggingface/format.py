@@ -64,7 +64,7 @@ def _whole_to_neutral(source: Source) -> View:
     if family.decoder is None:
         raise CheckpointError(
             f"model_type={family.model_type!r} has no neutral form ({family.alone}), so only its "
-            "MoE blocks can be converted; load it with transformers, and insert our layers with "
+            "MoE blocks can be converted; load it with transformers, and insert MoELayers with "
             "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     return to_neutral(source)
 
