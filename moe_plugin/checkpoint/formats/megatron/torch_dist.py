@@ -192,7 +192,7 @@ class DistributedFiles:
                                   ) from error
         if differs:
             raise CheckpointError(
-                f"checkpoint file {str(path)!r} has another checksum than when it was written; "
+                f"checkpoint file {str(path)!r} has a different checksum than when written; "
                 "restore the file or use another checkpoint")
 
 
