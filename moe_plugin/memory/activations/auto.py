@@ -1,13 +1,12 @@
-"""Automatic choice of activation policies for a memory limit, based on measurements in the first
-steps.
+"""Automatic choice of activation policies for a memory limit, based on measurements in a run.
 
 In one step all blocks are swapped, and the activation bytes of each block and the bandwidth of the
 tier are measured. In the next steps all blocks are recomputed, and the time of each block is
-measured. After one warm-up step, this continues until two steps agree. These steps use far less
-memory than any limit for which a plan exists, and their results are bitwise equal to those of other
-policies. Finally the planner (`moe_plugin.planner.offload.activation_plan`) chooses policies.
-Later, occasional steps are measured again. If a new time is much shorter, the machine was busy
-before, so all measurements are repeated.
+measured until two steps after a warm-up step agree. These steps use far less memory than any limit
+for which a plan exists, and their results are bitwise equal to those of other policies. Finally the
+planner (`moe_plugin.planner.offload.activation_plan`) chooses policies. Later, occasional steps are
+measured again. If a new time is much shorter, the machine was busy before, so all measurements are
+repeated.
 """
 
 from __future__ import annotations
@@ -60,14 +59,12 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
            smallest: int | str = SMALLEST, names: Sequence[str] | None = None,
            contexts: Sequence[Contexts] = (), comm: Comm | None = None,
            profile: str | Path | None = None) -> Activations:
-    """Make the blocks of a model keep, recompute or swap the tensors that their backward passes
-    need.
+    """Make the blocks of a model keep, recompute or swap the tensors for backward passes.
 
     Args:
-        blocks: modules in the order of the forward pass. Each of them is called once per
-            micro-batch.
-        policy: "keep", "recompute" or "swap" for all blocks, a list with one policy for each block,
-            or "auto" to choose policies for `memory`.
+        blocks: modules in the order of forward. Each module is called once per micro-batch.
+        policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
+            "auto", which chooses policies for `memory`.
         memory: bytes that activations of these blocks may use on the device, or a string such as
             "8GiB". It is needed for "auto".
         tier: tier for swapped activations. Defaults to host memory for a GPU, and to files in
@@ -80,8 +77,7 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputed passes, for example to
             restore the random state of a host.
-        comm: group of ranks with the same blocks, which choose the same policies for "auto". All of
-            them must call this function.
+        comm: ranks with the same blocks, which must all call this function for "auto".
         profile: file to which "auto" writes measurements for `moe-plugin plan --memory`.
 
     Returns: the active policies. Call `after_step()` of this object after each training step.
@@ -128,8 +124,7 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         places: indices of these layers in the model, starting at 0. Defaults to all layers of the
             model.
         total: number of layers in the model. Needed if `places` is given.
-        refused: host settings that cannot be combined with activation policies, each with True if
-            the run uses it.
+        refused: host settings that exclude activation policies, each with True if it is used.
         contexts: see `manage`.
     Raises:
         ValueError: If settings contradict each other or settings of the host.
@@ -199,8 +194,7 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`. After the last measuring step, this method also chooses the policies.
-        Collective.
+        """See `Activations`. After the last measurement, this method chooses policies. Collective.
         """
         self._steps += 1
         if self.planned:
@@ -286,7 +280,9 @@ class AutoActivations(Activations):
             self.decision, self.planned = None, True
 
     def _agreed(self, profile: ModelProfile) -> ModelProfile:
-        """Return the maximum values over all ranks, so that all ranks choose the same policies."""
+        """Return the slowest and largest values of all ranks, so that all ranks use the same
+        policies.
+        """
         if self.comm.size == 1:
             return profile
         keys = ("forward_s", "backward_s", "activation_bytes", "kept_bytes")
@@ -340,8 +336,7 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 class _Measured:
-    """A `Probe` that measures the time in seconds and the activation bytes of each block. `step` is
-    the index of the current step.
+    """A `Probe` that measures the time and the bytes of each block in the step with index `step`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -374,9 +369,7 @@ class _Measured:
             self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """End a step whose times are used. The time of a block is the median over all passes of the
-        block.
-        """
+        """End a step whose times are used. The time of a block is the median of all passes."""
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()
@@ -390,9 +383,7 @@ class _Measured:
         return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
-        """Return the profile of the measured steps. Backward times do not include the recomputed
-        forward passes.
-        """
+        """Return the profile of the measured steps. Backward times exclude recomputation."""
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks, best = [], self.steady.best()
         for i, name in enumerate(names):
