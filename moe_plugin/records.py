@@ -154,7 +154,7 @@ class RowPlan:
     Attributes:
         source_R, position_TK: the maps from rows to choices and from choices to rows, as described
             in `kernels.rows`. The rows are ordered by expert.
-        weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
+        weights_TK: [T, K], differentiable gate weights. It is None if all weights are 1.
         counts: the number of rows of each expert. With fixed slots, empty slots are counted too.
         complete: True if every choice has a row and no slot is empty. False if this is not known.
     """
@@ -181,10 +181,10 @@ class ExpertRows:
         x: [R, D] rows, ordered by expert. With a `RowPlan`, [T, D] tokens.
         rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan` the result is
             [T, D], the weighted sum of each token's rows.
-        parameters: the `FFNParameters` to compute with, such as gathered parameters. None if the
-            experts use their stored parameters.
-        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. None if the configured
-            strategy is used.
+        parameters: the `FFNParameters` to compute with, such as gathered parameters. It is None if
+            the experts use their stored parameters.
+        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. It is None if the
+            configured strategy is used.
         started: a function that experts in host memory or on disk call as soon as their weights
             have arrived, before they compute, so that the next weights can be fetched during the
             computation.
@@ -240,7 +240,7 @@ class TokenInfo:
             it.
         sequences: the number of sequences. Must be at least 1 if sequence_T is read.
         router_index: the index of the configured router that routes this call, equal on all ranks.
-            None if `router.selection` chooses the router.
+            It is None if `router.selection` chooses the router.
     """
 
     token_ids_T: Tensor | None = None
@@ -295,17 +295,18 @@ class Routing:
         entropy: a scalar, the mean entropy in nats of the scores of all unmasked tokens.
         tokens: a scalar int64, the number of unmasked tokens.
         passthrough_T: the differentiable weight with which a token is added to its output (BASE).
-            None if the weight is 0.
-        router: the name of the router that routed this call. None if the layer has one router.
-        chosen_TK: int64, the choices before a second-expert policy removed some, -1 for padding.
-            None if no choice was removed.
+            It is None if the weight is 0.
+        router: the name of the router that routed this call. It is None if the layer has one
+            router.
+        chosen_TK: int64, the choices before a second-expert policy removed some, -1 for padding. It
+            is None if no choice was removed.
         undropped_TK: int64, the choices before the router applied a capacity (Megatron's router),
-            -1 for padding. None if the router has no capacity.
-        capacity: the number of slots per expert of the router's capacity. None if the router has no
-            capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
+            -1 for padding. It is None if the router has no capacity.
+        capacity: the number of slots per expert of the router's capacity. It is None if the router
+            has no capacity.
+        counted: the load of the choices, for `dispatch.rows.known_load`. It is None if not counted.
         sizes: the exchange of sizes with other ranks that a dispatcher started one block early,
-            when the choices were known. None if no exchange was started. See
+            when the choices were known. It is None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
@@ -356,7 +357,7 @@ class Tokens:
 
     Attributes:
         x_TD: [T, D] tokens.
-        mask_T: bool [T], False for padding tokens. None if there is no padding.
+        mask_T: bool [T], False for padding tokens. It is None if there is no padding.
         info: additional inputs of routers and losses.
         shape: the shape of the layer's input.
         count: the number of tokens of the input, before the ranks divided them among each other.

@@ -255,8 +255,8 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
     """Print a note if a model includes its own code, which is not run.
 
     Raises:
-        ValueError: the configuration refers to code in another repository, which transformers would
-            download.
+        ValueError: If the configuration refers to code in another repository, which transformers
+            would download.
     """
     for name, value in config.items():
         if name.endswith("_implementation") and "/" in str(value):

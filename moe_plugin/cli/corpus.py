@@ -73,7 +73,8 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
         source: folder of Python files. Optional. Defaults to the standard library of the running
             interpreter.
     Raises:
-        ValueError: a split would be empty, the folder has no sources, or a file cannot be written.
+        ValueError: If a split would be empty, the folder has no sources, or a file cannot be
+            written.
     """
     if size < 1:
         raise ValueError(f"corpus size {size} is out of bounds: it must be >= 1 byte, e.g. 4000000")

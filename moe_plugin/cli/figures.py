@@ -91,7 +91,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     The file contains no date and no random names, so that equal plots give equal files.
 
     Raises:
-        ValueError: the file has another suffix or cannot be written.
+        ValueError: If the file has another suffix or cannot be written.
     """
     content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:

@@ -170,7 +170,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of the command in `argv`. Call `run(options)` of the result to run it.
 
     Raises:
-        SystemExit: argparse found bad arguments (status 2).
+        SystemExit: If argparse found bad arguments (status 2).
     """
     parser = Parser(
         prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,

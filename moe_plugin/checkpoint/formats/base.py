@@ -149,8 +149,8 @@ class Format(ABC):
             path: the file or folder.
             trust: see `open`.
         Raises:
-            UntrustedFile: the format cannot be determined without unpickling classes that are not
-                listed.
+            UntrustedFile: If the format cannot be determined without unpickling classes that are
+                not listed.
         """
 
     @abstractmethod
@@ -161,8 +161,8 @@ class Format(ABC):
             path: the file or folder.
             trust: whether to unpickle classes that are not listed, which can run code in the files.
         Raises:
-            CheckpointError: a file is missing or damaged.
-            UntrustedFile: a file contains classes that are not listed and `trust` is False.
+            CheckpointError: If a file is missing or damaged.
+            UntrustedFile: If a file contains classes that are not listed and `trust` is False.
         """
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
@@ -217,7 +217,7 @@ def detect(path: str | Path, trust: bool = False) -> str:
         trust: whether to unpickle classes that are not listed, which can run code in the files.
     Raises:
         CheckpointError: If the path does not exist, or if it matches no format or several formats.
-        UntrustedFile: the format cannot be determined without unpickling classes that are not
+        UntrustedFile: If the format cannot be determined without unpickling classes that are not
             listed, and `trust` is False.
     """
     path, refused = Path(path), list[UntrustedFile]()
@@ -261,7 +261,7 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
         trust: whether to unpickle classes that are not listed, which can run code in the files.
     Raises:
         CheckpointError: If a file is missing, is damaged or does not match the format.
-        UntrustedFile: a file contains classes that are not listed and `trust` is False.
+        UntrustedFile: If a file contains classes that are not listed and `trust` is False.
     """
     path = Path(path)
     try:

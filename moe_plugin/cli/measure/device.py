@@ -78,7 +78,7 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
         inner: inner width of an expert.
         repeats: number of repeats.
     Raises:
-        ValueError: the device does not exist, or the widths do not fit its memory.
+        ValueError: If the device does not exist, or the widths do not fit its memory.
     """
     memory = float(memory_bytes(_device(device)) or Device().memory_bytes)
     return sample_device(device, dtype, width, inner, repeats).device(memory)
@@ -130,7 +130,7 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
         experts: number of experts of a call.
         repeats: number of repeats.
     Raises:
-        ValueError: `experts` is below 1.
+        ValueError: If `experts` is below 1.
     """
     where = _device(device)
     if experts < 1:

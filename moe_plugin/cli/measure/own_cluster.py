@@ -52,7 +52,7 @@ def grid_of(comm: Comm) -> tuple[int, int]:
     """Return the number of nodes and the ranks per node. Collective.
 
     Raises:
-        ValueError: the nodes have different numbers of ranks.
+        ValueError: If the nodes have different numbers of ranks.
     """
     nodes = comm.prepare().nodes
     sizes = sorted({len(node) for node in nodes})

@@ -63,7 +63,7 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
     """Return the host's own flags for a plan, as a list of words.
 
     Raises:
-        ValueError: the host is unknown or cannot run the plan.
+        ValueError: If the host is unknown or cannot run the plan.
     """
     if host == "megatron":
         flags = [
@@ -175,7 +175,7 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
         host: see `HOSTS`.
         start: the remaining values of the line.
     Raises:
-        ValueError: the host cannot run the plan, or `script` is set for fairseq.
+        ValueError: If the host cannot run the plan, or `script` is set for fairseq.
     """
     flags = host_flags(model, plan, host)
     if host == "fairseq":

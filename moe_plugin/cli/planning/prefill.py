@@ -64,7 +64,7 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
         profile: measured kernels for the widths and experts of this layer.
         lengths: numbers of prompt tokens on a rank.
     Raises:
-        ValueError: the number of experts is not divisible by the number of ranks.
+        ValueError: If the number of experts is not divisible by the number of ranks.
     """
     ranks = cluster.ranks
     if model.experts % ranks:

@@ -88,7 +88,7 @@ def drawing(schedule: Schedule) -> str:
     """Return the picture of a schedule as SVG text.
 
     Raises:
-        ValueError: the network has too many nodes for a readable drawing.
+        ValueError: If the network has too many nodes for a readable drawing.
     """
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
