@@ -45,7 +45,7 @@ class ExchangeRow:
         floor_ms: shortest possible time in ms in which the links can transfer the bytes.
         cpu_ms: CPU time of all ranks and the switch in ms, divided by the number of cores.
         messages: number of messages that leave one node.
-        chosen: the algorithm that auto selected.
+        chosen: name of the algorithm that `auto` selected.
     """
 
     nodes: int
@@ -90,7 +90,7 @@ class RankTimes:
         size: size of the input of each rank in bytes.
         seconds: time in seconds per exchange over all ranks, for each repeat.
         cpu_s: CPU time in seconds of this rank per exchange.
-        chosen: the algorithm that auto selected.
+        chosen: name of the algorithm that `auto` selected.
     """
 
     name: str
