@@ -25,7 +25,7 @@ from scripts.bench.study import Option
 log = logging.getLogger(__name__)
 TITLE = "Training with every router"
 VOCABULARY = 512  # larger than any token id of the hosts
-# The bounds of balance apply after this number of steps; before, balance depends on initial weights.
+# The bounds of balance apply after this number of steps. Before, the initial weights determine it.
 BALANCED_AFTER = 100
 SWITCH = {"switch": 0.01}
 

@@ -49,8 +49,8 @@ class Shape(NamedTuple):
     tokens: int
 
 
-# near: the pair is on one node and gathers through memory. far: the pair is on two nodes and gathers
-# over the slow links.
+# near: both ranks of a pair are on one node and gather through memory. far: the ranks are on two
+# nodes and gather over the slow links.
 SHAPES = {
     "a quarter, near": Shape("2x2", 1, 0.25, 1, 2048),
     "a half, near": Shape("2x2", 1, 0.5, 1, 1024),
@@ -139,8 +139,8 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "Mbit/s. " + ("`auto` knows the times of the links from a file (`comm.cluster`)."
                       if found["calibrated"] else "`auto` knows nothing about the links.")
         + f" The layer has {EXPERTS} experts and width {found['width']} in float32.")
-    yield (f"The time of `auto` is at most {AIM:.2f} times that of the better schedule in {good} of "
-           f"{len(cells)} shapes. `auto` chose {' and '.join(taken)}.")
+    yield (f"In {good} of {len(cells)} shapes, the time of `auto` is at most {AIM:.2f} times that "
+           f"of the better schedule. `auto` chose {' and '.join(taken)}.")
     yield columns(cells, {
         "shape": "{shape}", **{field: lambda cell, field=field: str(
             getattr(SHAPES[cell["shape"]], field)) for field in Shape._fields},

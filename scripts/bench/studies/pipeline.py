@@ -257,7 +257,8 @@ def schedules_part(seen: dict[str, Any]) -> list[str]:
         bullets(
             "`1f1b`: Megatron's own schedule.",
             f"`{OVERLAPPED}`: the order of 1F1B with the transfers of eager 1F1B.",
-            "`eager-1f1b`: our schedule, which sends activations earlier.",
+            """`eager-1f1b`: our schedule, which computes more forward passes first, so that
+            transfers overlap with computation.""",
             f"""`{DELAYED}`: the same with `--pipeline-delay-weights`. A backward pass sends the
             gradient of its input after half of its time.""",
             """*predicted*: the result of the event simulator (`moe_plugin/planner/pipeline`) with

@@ -9,7 +9,6 @@ is computed: it simulates days of many peers that leave and return.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import logging
 import os
@@ -33,7 +32,7 @@ from moe_plugin.training.resilience.swarm import StagePeer, Swarm, make_stage
 from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
 from scripts.bench.report import bullets
 from scripts.bench.study import Option
-from scripts.bench.swarm_rebalance import Experiment, simulate
+from scripts.bench.swarm_rebalance import rebalance, rebalancing_body
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.ranks import fork, stop
 
@@ -300,53 +299,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                       "present": present(args, places, args.seconds)}}
 
 
-# -- rebalancing, simulated
-
-LIVES_S = (900.0, 3600.0, 4 * 3600.0)  # mean times of presence
-# by name: where new peers are placed, and how often a peer may move
-PLACES: dict[str, dict[str, Any]] = {
-    "at random, none moves": {"rebalance_s": None, "random_stage": True},
-    "at random, moves every 300 s": {"rebalance_s": 300.0, "random_stage": True},
-    "at random, moves every 60 s": {"rebalance_s": 60.0, "random_stage": True},
-    "to the slowest stage, none moves": {"rebalance_s": None},
-    "to the slowest stage, moves every 300 s": {"rebalance_s": 300.0},
-    "to the slowest stage, moves every 60 s": {"rebalance_s": 60.0},
-}
-
-
-def rebalance(args: argparse.Namespace) -> list[Any]:
-    about = Experiment()
-    return [dataclasses.asdict(about), [
-        {"places": name, "life": life, **dataclasses.asdict(simulate(
-            dataclasses.replace(about, life_s=life, absence_s=life / 4), **way))}
-        for name, way in PLACES.items() for life in LIVES_S]]
-
-
-def rebalancing_body(found: list[Any]) -> list[str]:
-    about, rows = found
-    table = [{"places": name, **{life: row["share"] for row in rows if row["places"] == name
-                                 for life in [row["life"]]}} for name in PLACES]
-    return [
-        "## Rebalancing, simulated",
-        "These numbers are computed by `moe-plugin bench swarm --parts rebalancing`, not measured. "
-        f"The simulation has {about['peers']} peers of equal speed and {about['stages']} stages, "
-        f"and lasts {about['lives']:g} mean times of presence. A peer is present for a time with "
-        "an exponential distribution, and then absent for a quarter of this time on average, so "
-        "that four fifths of the peers are present on average. A new peer, and a peer that moves, "
-        f"loads weights for {about['load_s']:g} s. The decisions are made by the code that a "
-        "trainer runs. Each number is the throughput of the slowest stage, divided by that of the "
-        "best placement of the peers present at each moment.",
-        columns(table, {"placement of new peers": "{places}", **{
-            f"mean presence {life / 60:g} min": lambda row, life=life: f"{row[life]:.1%}"
-            for life in LIVES_S}}),
-        "The paper's numbers, quoted from memory, are 82.7 % without rebalancing, 95.8 % with a "
-        "move every 300 s and 97.6 % with a move every 60 s. They were measured on a trace of "
-        "preemptible T4 GPUs, which is not available here. We assume that the paper's baseline "
-        "places new peers at random. Placing new peers at the slowest stage, as our trainer does, "
-        "already yields most of the gain.",
-    ]
-
-
 def per_second(row: dict[str, Any]) -> float:
     return row["steps"] * BATCHES / row["seconds"]
 
@@ -380,8 +332,8 @@ def body(found: dict[str, Any]) -> list[str]:
             """*Moved*: the number of peers that moved to another stage. At most one peer moves
             every 5 s, and only if the slowest stage gains a tenth.""",
             "*Sent again*: the number of tasks that were sent again.",
-            """*Computed again*: the number of backward passes whose gradients were lost and computed
-            again.""",
+            """*Computed again*: the number of backward passes that were repeated because their
+            gradients were lost with a peer.""",
             """*Difference*: the largest relative difference of a step's loss from that of one
             process."""),
         columns(found["rows"], {

@@ -33,7 +33,7 @@ from scripts.emulate import EmulatedCluster
 TITLE = "Models of transformers, with their own experts and exchanges and with ours"
 OURS, TUNED = "moe_plugin", "moe_plugin, auto"
 EXPERTS = (OURS, "grouped_mm", "batched_mm", "eager")
-# by mesh: with FSDP every rank has different tokens; with tensor parallelism all ranks have the same
+# by mesh: with FSDP every rank has different tokens; with tensor parallelism all ranks have equal
 # tokens, which `all_reduce` requires
 EXCHANGES = {"fsdp_size": (OURS, TUNED, "all_to_all"),
              "tp_size": (OURS, TUNED, "all_to_all", "all_reduce")}
