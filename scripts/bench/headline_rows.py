@@ -90,7 +90,7 @@ DEVICE = "`a100_80g` and `a100_ib`"
 SPARSE = (f"The prediction uses `planner.layer_cost` and `static_layer` with {DEVICE}. It compares "
           "the blog's layer with one-hot dispatch and with sparse dispatch. Both have the same "
           "layout and no overlap, because adaptive layouts belong to the later paper.")
-ADAPTIVE = ("The prediction is the same, but the layer uses the best layout, all-to-all and "
+ADAPTIVE = ("The prediction is that of the blog's layer with the best layout, all-to-all and "
             "overlap of the later paper, for 4,096 to 32,768 tokens per GPU.")
 E2E = (f"The prediction uses {DEVICE} and the sizes of the blog's table 1, with 24 sequences and "
        "one expert per GPU. It is the time of a step with one-hot dispatch relative to sparse "
@@ -172,8 +172,8 @@ def rows() -> tuple[Headline, ...]:
         Headline(
             system="Tutel", result="adaptive pipelining alone", said="up to 2.00 x", value=2.0,
             hardware=f"A100, number {NOT_SAID}", source=TUTEL,
-            predict=lambda: models.adapted("d"), model="The prediction is the same, for one piece "
-            "relative to the best of 1 to 8 pieces.",
+            predict=lambda: models.adapted("d"), model="The prediction uses the same sweep, for "
+            "one piece relative to the best of 1 to 8 pieces.",
             measured=("overlap", partial(pieces, kinds=("cpu", "wait")), "layers with one piece "
                       "relative to the best number of pieces, on 2 emulated nodes at 25 to 100 "
                       "Mbit/s"),
@@ -340,7 +340,7 @@ def rows() -> tuple[Headline, ...]:
             value=0.36, percent=True, hardware="none: worst cases are counted", source=BYZ,
             model="not modelled: the result is counted, not predicted. `planner.vote_assignments` "
             f"counts {100 * models.spoiled_files():.0f} % compared with repetition, the mean over "
-            "2 to 7 wrong workers of 15.", needs="no hardware, because the count is exact"),
+            "2 to 7 wrong workers of 15.", needs="no measurement, because the count is exact"),
         Headline(
             system="ByzShield", result="accuracy under attack", said="about +20 %",
             hardware=f"CIFAR-10, ResNet-18; hardware is {NOT_SAID}", source=BYZ,

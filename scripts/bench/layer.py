@@ -150,7 +150,7 @@ def not_measured(peers: Mapping[str, str]) -> str:
     for name, reason in peers.items():
         by_reason.setdefault(reason, []).append(name)
     why = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return f"Not measured: {why}." if peers else ""
+    return f"These layers were not measured: {why}." if peers else ""
 
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,

@@ -43,17 +43,17 @@ def versions_in_words(found: Mapping[str, str]) -> str:
         f" with {match[1]} thread" + "s" * (match[1] != "1")), device)
     packages = ", ".join(f"{name} {value}" for name, value in left.items())
     where = "".join(f" on {value}" for value in (date, device) if value)
-    return f"Measured{where}{f' with {packages}' if packages else ''}."
+    return f"Measured{where}{f' using {packages}' if packages else ''}."
 
 
 def load_in_words(load: Sequence[float], cores: int | None = None) -> str:
     """Return a sentence with the load averages of the machine during a measurement."""
     shown = [f"{value:.1f}" for value in load]
-    where = f" on {cores} cores" if cores else ""
+    machine = f"machine ({cores} cores)" if cores else "machine"
     if len(shown) == 2:
-        return (f"The load average of the machine was {shown[0]} before the run and {shown[1]} "
-                f"after it{where}.")
-    return f"The load averages of the machine were {', '.join(shown)}{where}."
+        return (f"The load average of the {machine} was {shown[0]} before the run and {shown[1]} "
+                "after it.")
+    return f"The load averages of the {machine} were {', '.join(shown)}."
 
 
 def layout_in_words(label: str) -> str:

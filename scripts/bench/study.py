@@ -185,11 +185,9 @@ class Study:
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
                     if name in found] or [(found, code.body)]
         computed = "(computed)" in self.about
-        lines = [line for one, write in sections
-                 for line in _say_machine(write(one), {} if computed else one)]
-        made_by = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
-        first = next(i for i, line in enumerate(lines) if not line.startswith(NOT_PROSE))
-        lines[first] = f"{made_with(made_by)} {lines[first]}"
+        made_by = made_with(getattr(code, "MADE_BY", f"moe-plugin bench {self.name}"))
+        lines = [line for number, (one, write) in enumerate(sections) for line in _say_machine(
+            write(one), {} if computed else one, made_by if number == 0 else "")]
         return document(f"# {code.TITLE}", *lines)
 
     def write(self, folder: Path, found: Any) -> None:
@@ -265,16 +263,18 @@ def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-def _say_machine(lines: Sequence[str], found: Any) -> Iterator[str]:
-    """Append a description of the machine, from `with_machine`, to the first paragraph."""
-    said, found = "", found if isinstance(found, dict) else {}
+def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str]:
+    """Add a paragraph on command and machine (see `with_machine`) after the first paragraph."""
+    said, found = [made_by] * bool(made_by), found if isinstance(found, dict) else {}
     if "versions" in found:
-        said = f" {versions_in_words(found['versions'])}"
+        said.append(versions_in_words(found["versions"]))
     if "load" in found:
-        said += f" {load_in_words(found['load'], found.get('cores'))}"
+        said.append(load_in_words(found["load"], found.get("cores")))
     for line in lines:
-        yield line if line.startswith(NOT_PROSE) else line + said
-        said = said if line.startswith(NOT_PROSE) else ""
+        yield line
+        if said and not line.startswith(NOT_PROSE):
+            yield " ".join(said)
+            said.clear()
 
 
 def write_numbers(path: Path, value: Any) -> None:

@@ -33,7 +33,7 @@ def _why_not(problem: Problem, implementation: str) -> str | None:
     copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
               * problem.torch_dtype.itemsize)
     if implementation == "batched_mm" and copied > COPIES:
-        return f"it copies the weights for each row, which would be {show_size(copied)}"
+        return f"it would copy {show_size(copied)} of weights"
     return None
 
 

@@ -292,7 +292,7 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     before: list[str] = [""] * 3
     for number, row in enumerate(every, 1):
         page = f"[{row['page']}]({row['page']}.md)" if row["page"] else "this page"
-        now = [f"{row['source']}.", row["model"][:1].upper() + row["model"][1:], (
+        now = [f"Source: {row['source']}.", row["model"][:1].upper() + row["model"][1:], (
             f"Measured: {row['what']} ({page})." if row["measured"] else
             f"Not measured: this needs {row['what']}.")]
         source, model, how = ("" if a == b else a for a, b in zip(now, before, strict=True))

@@ -42,7 +42,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def body(found: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"{ABOUT} {versions_in_words(found[0]['versions'])}"
+    yield ABOUT
+    yield versions_in_words(found[0]["versions"])
     for one in found:
         yield from host.parts(one)
 

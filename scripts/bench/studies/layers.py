@@ -197,8 +197,8 @@ def _each_layer(found: list[dict[str, Any]]) -> Iterator[str]:
            "of the experts' matmuls alone; a ratio is a time divided by that of the bound. "
            "[Benchmarks](../benchmarks.md#one-layer-and-its-peers) explains the columns and the "
            "names of the peers. A layer is described by T tokens of width D, the inner width F of "
-           "an expert, E experts and k experts per token. "
-           + versions_in_words(found[0]["versions"]))
+           "an expert, E experts and k experts per token.")
+    yield versions_in_words(found[0]["versions"])
     yield from aims(found)
     for number, one in enumerate(found):
         label, shown, _ = layer.parts(one)
@@ -306,7 +306,8 @@ class AllOperations(OneProblemsOperations):
                "and its FLOPs over the rate of a large matmul. Both rates are measured in the same "
                "run. A * marks the implementation that the layer chooses. A layer is described by "
                "T tokens of width D, the inner width F of an expert, E experts and k experts per "
-               f"token. {versions_in_words(found[0]['versions'])}")
+               "token.")
+        yield versions_in_words(found[0]["versions"])
         for one in found:
             yield from kernels.parts(one)
 
@@ -341,8 +342,8 @@ class Scaling:
                  "number of tokens, of experts, and of experts per token (top_k). One of them "
                  "changes, and the others stay at 4,096 tokens, 64 experts and 2 experts per "
                  f"token. The width is {fixed.model_dim} and the inner width {fixed.hidden_dim}. "
-                 "The bound is the time of the experts' matmuls alone. "
-                 + versions_in_words(found[0]["versions"])),
+                 "The bound is the time of the experts' matmuls alone."),
+                versions_in_words(found[0]["versions"]),
                 "![Time and memory along each axis](scaling.svg)",
                 figures.columns(found, {
                     "axis": "{axis}", "value": lambda one: str(one[one["axis"]]),

@@ -248,8 +248,8 @@ def schedules_part(seen: dict[str, Any]) -> list[str]:
     return [
         f"This page compares pipeline schedules over slow links. The {STAGES} stages run on "
         f"emulated nodes in a chain. A step has {load.batches} micro-batches with activations of "
-        f"{4 * load.length * load.width / 2**20:.2f} MiB. The schedules run by Megatron's own "
-        "function and by ours, with real transfers (gloo over the emulated links). A pass waits "
+        f"{4 * load.length * load.width / 2**20:.2f} MiB. The schedules are those of Megatron's "
+        "own function and of ours. Transfers are real (gloo over the emulated links). A pass waits "
         f"instead of computing, {show_time(FORWARD_S)} in forward and {show_time(2 * FORWARD_S)} "
         f"in backward, because four stages cannot compute at the same time on {seen['cores']} "
         f"cores. Times are medians of {seen['rounds']} steps. Without transfers, a step takes "

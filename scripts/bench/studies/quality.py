@@ -185,7 +185,7 @@ def ensembles_part(found: dict[str, Any]) -> Iterator[str]:
     yield columns(ERRORS.items(), {"error": "{0[0]}", "difference (95 %)": lambda item: difference(
         found, "cmcl", "independent", item[1], 100, 2)})
     yield (
-        "Relative to independent members, the top-1 error changes by this number of percent: "
+        "In percent of the error of independent members, the top-1 error changes by "
         f"{cmcl.shown(100 / base, 1)}. Lee et al. (2017) published 14.05 % less on CIFAR-10 and "
         "6.60 % less on SVHN, with ResNets.")
 

@@ -175,10 +175,11 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     lowest = min(rows, key=lambda row: row["least"])
     return (
         f"**The policy that the planner chooses should reach {AIM:.0%} of the balanced throughput. "
-        + (f"This aim was missed in: {', '.join(missed)}." if missed else
+        + (f"This aim was missed in these traces: {', '.join(missed)}." if missed else
            "This aim was reached in every trace.")
         + " The policy should never be slower than the plain layer. "
-        + (f"This aim was missed in: {', '.join(below)}." if below else "This aim was reached.")
+        + (f"This aim was missed in these traces: {', '.join(below)}." if below else
+           "This aim was reached in every trace.")
         + f"** The slowest of all policies has {lowest['least']:.3f} times the throughput of the "
         f"plain layer (`{lowest['slowest']}` in the trace \"{lowest['trace']}\").")
 
@@ -190,8 +191,9 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "and backward, runs once under each policy for overloaded experts (`parallel.spill`), with "
         "the experts that the trace selected. The same number of tokens also runs under "
         "`router.force: balance`, which gives every expert the same load. All variants alternate "
-        f"in the same processes. The machine emulates {found['grid']} nodes x ranks with links of "
-        f"{found['rate'] / 1e6:.0f} Mbit/s. The layer has width and inner width {WIDTH}, k = "
+        f"in the same processes. The machine emulates a cluster of {found['grid']} (nodes x ranks "
+        f"per node) with links of {found['rate'] / 1e6:.0f} Mbit/s. The layer has width and inner "
+        f"width {WIDTH}, k = "
         f"{TOP_K}, {found['tokens']:,} tokens per rank and float32 weights. Times are those of the "
         f"slowest rank. Predictions are those of `moe-plugin simulate routing` with `{CLUSTER}` "
         f"and `{DEVICE}`. The layer uses the same files to decide whether a call spills.")
@@ -220,8 +222,9 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         f"""`standing`: places replicas of experts every {REPLAN} steps, according to the loads of
         the previous steps. At the beginning of a new third of the trace, these loads come from
         another part of the run.""")
-    yield ("Not measured: layouts other than r = 1. All ranks share the processors of one machine, "
-           "so an uneven load costs less time here than on ranks with separate processors.")
+    yield ("Layouts other than r = 1 were not measured. All ranks share the processors of one "
+           "machine, so an uneven load costs less time here than on ranks with separate "
+           "processors.")
     yield "The tables below show every policy for each trace."
     yield MEANING
     for name, one in found["traces"].items():

@@ -310,9 +310,10 @@ def body(found: dict[str, Any]) -> list[str]:
     places = ", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
                        for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True))
     return [
-        f"{len(SPEEDS)} peers of unequal speed train a model of {STAGES} stages, each with an MoE "
-        "layer. The page about [swarms](../swarm.md) explains how. The study compares peers that "
-        "get a micro-batch whenever they are free with a fixed pipeline of the same peers. Each "
+        f"This page compares two ways in which {len(SPEEDS)} peers of unequal speed train a model "
+        f"of {STAGES} stages, each with an MoE layer. In the first way, each micro-batch is sent "
+        "to peers that are free; the page about [swarms](../swarm.md) explains how. In the second "
+        "way, the peers form a fixed pipeline. Each "
         "peer runs on an emulated node with a link of "
         f"{found['rate'] / 1e6:g} Mbit/s and {1e3 * found['delay']:g} ms, and the trainer runs on "
         "another node. Computations are replaced by delays. A stage delays a micro-batch by "

@@ -250,8 +250,10 @@ def _optimizer(side: SideTimes) -> float:
 
 def main_parts(reports: Sequence[TrainReport]) -> Iterator[str]:
     """Yield the parts of the main page: one section per kind of place, then the evaluations."""
+    first, *more = ABOUT
+    yield first
     yield _setup(reports)
-    yield from ABOUT
+    yield from more
     yield TERMS
     yield ("![Loss over the seconds of the timed steps on one machine, ours and native]"
            "(train_curves.png)")
@@ -288,8 +290,8 @@ def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
         found.setdefault(_page_of(mine[0]), []).extend(mine)
     return {name: document(
         f"# Whole training steps: {HOSTS[mine[0].host]}, {_kind(mine[0].place)}",
-        f"{made_with(MADE_BY)} {_setup(mine)}",
-        "The [page of training steps](train.md) explains the terms and compares the sides.",
+        "This page lists the times of every side. The [page of training steps](train.md) explains "
+        "the terms and compares the sides.", f"{made_with(MADE_BY)} {_setup(mine)}",
         *(part for one in mine
           for part in (f"## {one.place}: {one.shape.name}, {one.version}", sides_table(one))))
         for name, mine in found.items()}
