@@ -100,7 +100,8 @@ PPMOE_MODEL = ("The prediction uses `planner.layer_cost` and `v100_32g` in DGX-1
                "inside a node with experts on 64 GPUs of 8 nodes, for 1 to 8 sequences and one or "
                "two experts per token.")
 EPS_MODEL = ("The prediction uses `planner.prefill` with the H800's data sheet, the published "
-             "sizes of the model, 1,024 to 16,384 tokens per GPU, and the same rate for all matmuls.")
+             "sizes of the model, 1,024 to 16,384 tokens per GPU, and the same rate for all "
+             "matmuls.")
 MATMULS = ("In the model, overlap yields at most about a fifth of the published gain. The rest "
            "must come from faster matmuls, but the kernels before and after are not public.")
 EPS_MEASURED: Measured = ("train", by_load, "whole evaluations in both hosts on emulated nodes, "

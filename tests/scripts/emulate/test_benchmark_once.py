@@ -44,12 +44,12 @@ def test_columns_in_pieces_and_the_floor_are_on_the_page_where_they_were_measure
 
 def test_whole_steps_are_compared_with_todays_best() -> None:
     seconds = dict(zip(once.SIDES, (0.2, 0.4, 0.3, 0.1, 0.1), strict=True))
-    cell = {"shape": "width 8", "seconds": seconds, "layouts": dict.fromkeys(seconds, "r=1"),
-            "losses": dict.fromkeys(seconds, 1.0)}
+    cell = {"shape": "width 8", "seconds": seconds, "losses": dict.fromkeys(seconds, 1.0),
+            "layouts": dict.fromkeys(seconds, "r=1 d=1 linear auto")}
     page = STUDIES["once"].page({"about": [], "megatron-4x2": {
         "host": "megatron", "grid": "4x2", "steps": 3, "rate": 1e9, "load": [0, 0],
         "cells": [cell]}})
-    assert "## Whole steps in Megatron, 4x2" in page and "| 100 (0.50)" in page
+    assert "## Whole steps in Megatron-core, 4x2" in page and "| 100 (0.50)" in page
 
 
 def test_the_predicted_table_has_all_nodes_and_what_is_published() -> None:
