@@ -115,8 +115,9 @@ def _traced(x: Tensor) -> bool:
 class _Call:
     """The data that the passes of a call share, apart from tensors; see `FFNParameters`.
 
-    groups: includes the tables of tiles, which forward computes and backward reuses. later: None if
-    this call cannot postpone gradients. wanted: see `LaterGrads.cut_off`.
+    groups: includes the tables of tiles, which forward computes and backward reuses.
+    later: None if this call cannot postpone gradients.
+    wanted: see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -333,8 +334,7 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 class _Direct(torch.autograd.Function):
     """`expert_ffn` for real tensors.
 
-    Not a torch operation, because backward receives more than tensors from forward (`_Call`), and
-    may change a buffer that is not an argument (`main_grad`).
+    Not a torch operation: backward needs more than tensors, and may change `main_grad` buffers.
     """
 
     @staticmethod

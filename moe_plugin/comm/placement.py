@@ -78,7 +78,7 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
             raise ValueError(
                 f"parallel.shards={shards} does not fit {experts} experts on {ranks} "
                 f"expert-parallel ranks: must be one of {fits}; "
-                f"the nearest value is {min(fits, key=lambda s: abs(s - shards))}")
+                f"the nearest is {min(fits, key=lambda s: abs(s - shards))}")
     elif experts % ranks and ranks % experts:
         raise ValueError(
             f"num_experts={experts} does not fit {ranks} expert-parallel ranks: must be a "

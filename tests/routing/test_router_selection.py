@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_on_in_the_sequence(rule: str) -> None:
 
 @pytest.mark.parametrize("router,words", [
     ({"name": "switch", "selection": {"rule": "cycle"}},
-     "router.selection.rule='cycle' .*with the one router 'switch'"),
+     "router.selection.rule='cycle' .*with the single router 'switch'"),
     ({"name": NAMES, "selection": {"rule": "cycle", "every": 0}},
      "router.selection.every=0 .*>= 1"),
     ({"name": NAMES, "selection": {"rule": "cycle", "outside_training": 3}},

@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
                             r"layer '0' is a MoELayer outside of any MoEBlock.*weighted_loss"),
     "weights of other losses": (
         lambda: weighted_loss({"gshard": torch.ones(())}, {"gshrad": 0.1}),
-        "weights of gshrad fit none of the losses gshard: must be of one at least"),
+        "there are weights for gshrad, but the losses are gshard. At least one loss needs"),
     "a rate for experts that there are not": (
         lambda: optimizer_groups(dense(), 0.1, expert_lr=0.2), "expert_lr=0.2 has no effect"),
     "a rate for frozen experts": (
@@ -55,9 +55,9 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
                                "comm was passed together with a layer"),
     "no step to end": (lambda: finish_step(dense()), "found no MoE layer in Sequential"),
     "parameters that were read before": (
-        read_before, "got none.*a new model.parameters.. each time"),
+        read_before, "got none.*call model.parameters.. again"),
     "a model for its parameters": (lambda: clip_grad_norm_(dense(), 1.0),
-                                   "got Linear: must be tensors"),
+                                   "got Linear; pass tensors"),
     "a unit of another model": (
         lambda: fully_shard_model(dense(), units=dense().children()), "a Linear that is not in"),
 }
