@@ -1,5 +1,4 @@
-"""Audit targets for DeepSpeed's MoE layer and for AutoEP in a Mixtral, with the engine without ZeRO.
-"""
+"""Audit targets for DeepSpeed's MoE layer and for AutoEP in a Mixtral, without ZeRO."""
 
 from __future__ import annotations
 

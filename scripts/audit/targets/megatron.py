@@ -1,5 +1,4 @@
-"""Audit targets for Megatron-core's own MoE layer, with its DDP, schedule, optimizer and clipping.
-"""
+"""Audit targets for Megatron-core's own MoE layer, DDP, schedule, optimizer and clipping."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def recompute(network: Any, on: bool) -> None:
 
 
 class Transformers:
-    """The target for `all_to_all`, with FSDP over all ranks and experts over groups of `ep` ranks.
-    """
+    """The target for `all_to_all`, with FSDP over all ranks and experts over `ep` ranks."""
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute", "per_token")
     model = MIXTRAL
