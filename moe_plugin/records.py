@@ -197,6 +197,14 @@ class ExpertRows:
     started: Callable[[], object] | None = None
 
 
+class ParameterRequest:
+    """A request that experts accept instead of rows, and answer with their `local_parameters`.
+
+    The request passes through `forward`, because an adapter that wraps the experts changes their
+    parameters only while its own `forward` runs.
+    """
+
+
 class Sent:
     """The rows of one call that travel to their experts and back.
 

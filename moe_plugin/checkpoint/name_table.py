@@ -29,7 +29,7 @@ from moe_plugin.checkpoint.source import (
     stacked,
     transposed,
 )
-from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.experts.distributed_state import FLOAT32
 
 # Which tensors of a model stay in float32 when the data type of the model changes.
 #

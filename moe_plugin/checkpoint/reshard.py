@@ -29,7 +29,7 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.experts.base import with_current_names
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
-from moe_plugin.tuning.layout_selector import STATE_VERSION
+from moe_plugin.routed_experts import STATE_VERSION
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 State = Mapping[str, Any]

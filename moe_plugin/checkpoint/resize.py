@@ -26,7 +26,8 @@ from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.utils.dtensors import is_sharded
 
 # attributes of a layer that depend on its group; router and experts are moved separately
-_OF_THE_GROUP = ("comm", "config", "placement", "tokens", "layouts", "capacity", "ddp_check")
+_OF_THE_GROUP = ("comm", "config", "placement", "token_entry", "routed_experts", "capacity",
+                 "ddp_check")
 Positions = Sequence[int]  # by rank of the world: its rank in its expert-parallel group
 
 
@@ -111,7 +112,7 @@ def _check_movable(name: str, layer: MoELayer) -> None:
     if not layer.experts.supports_gather:
         raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be split by "
                          "expert: use experts of a registered kind, or a checkpoint")
-    if layer.layouts.experts.adapters is not None:
+    if layer.routed_experts.experts.adapters is not None:
         raise ValueError(f"layer {name!r} has adapters, whose settings a rebuilt layer would lose: "
                          "merge them with merge_lora(model), or save a checkpoint and use "
                          "moe-plugin reshard")
@@ -250,7 +251,7 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
     where = {"dtype": probe.dtype, "device": probe.device}
     cards = [probe.device] if probe.device.type == "cuda" else []
     with torch.random.fork_rng(cards):  # the random values drawn here are overwritten
-        new = MoELayer(layer.given, comm, host=layer.layouts.host,
+        new = MoELayer(layer.given, comm, host=layer.routed_experts.host,
                        router=layer.router if layer.has_own_router else None, **where)
     for name, module in layer.router.named_modules():
         twin = new.router.get_submodule(name)

@@ -21,7 +21,7 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
 from moe_plugin.dispatch.exchange import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
-from moe_plugin.dispatch.ragged import SpillingPlan
+from moe_plugin.dispatch.spill import SpillingPlan
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_plugin.comm import algorithms
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.kernels.choices import expert_load
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
@@ -42,7 +43,7 @@ from moe_plugin.tuning.default_hardware import (
 )
 from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from moe_plugin.tuning.layouts import LayerLayout, Layouts
+from moe_plugin.tuning.layouts import Layouts
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)

@@ -8,203 +8,34 @@ gathered and tokens stay on their rank. With r >= 1 each token is sent to r rank
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from moe_plugin.comm import LocalComm, algorithms
-from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
+from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
 from moe_plugin.dispatch.bounded_once import BoundedOnceDispatcher, BoundedOnceToNodesDispatcher
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
-from moe_plugin.dispatch.row_pages import may_keep
 from moe_plugin.dispatch.rows import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
-from moe_plugin.experts import Experts, FFNParameters, OverlappedWork, Strategy, strategies
-from moe_plugin.experts.ffn import gather_parameters
+from moe_plugin.experts import Experts, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
-from moe_plugin.kernels.weight_grads import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap
+from moe_plugin.records import Overlap
 from moe_plugin.tuning.borrowed import BorrowingDispatcher
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
-from moe_plugin.tuning.timer import CallTimer, Timed
-from moe_plugin.utils.machine import exporting
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """A layout that is ready for calls of a layer.
-
-    Attributes:
-        choice: choice that defines the layout.
-        dispatcher: dispatcher that moves rows.
-        experts: experts of the layer.
-        strategy: strategy that computes rows. None means as the experts are configured.
-        gather: ranks whose parameters this rank gathers before computing. None if not needed.
-        gathered_shards: number of consecutive ranks of `gather` that store shards of one expert.
-        first_shard: first shard that this rank has after gathering.
-        stash: pages for tensors that backward needs. None means that autograd stores them.
-        label: label of the choice, see `LayoutChoice`.
-        pieces: number of pieces in which rows are sent and computed.
-        plain: whether the configured experts compute all arriving rows with stored parameters.
-    """
-
-    choice: LayoutChoice
-    dispatcher: Dispatcher
-    experts: Experts
-    strategy: Strategy | None = None
-    gather: Comm | None = None
-    gathered_shards: int = 1
-    first_shard: int = 0
-    stash: PagedStash | None = None
-    label: str = dataclasses.field(init=False)
-    pieces: int = dataclasses.field(init=False)
-    plain: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.choice.label)  # part of every call's statistics
-        object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
-        object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
-                           and self.pieces == 1)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
-
-        If `plan` reads row counts on the host, or experts are fetched, every new load would be
-        compiled again. `torch.export` produces one program for any load.
-
-        Raises:
-            ValueError: if experts that are fetched are exported with `torch.export`.
-        """
-        if exporting():
-            self._check_export()
-            return True
-        traits = self.dispatcher.traits
-        # (expert, weight) pairs are sent by exchanges that a graph cannot contain
-        return (self.experts.traceable and self.choice.send == "rows"
-                and (traits.fixed_slots or traits.bounded))
-
-    def _check_export(self) -> None:
-        if not self.experts.traceable:
-            raise ValueError(
-                f"{type(self.experts).__name__} are fetched by the host, but an exported program "
-                "has no host. Store them on the device: export with experts.store=device")
-        if self.choice.send != "rows":
-            raise ValueError(f"dispatch.send={self.choice.send!r} cannot be exported: torch.export "
-                             "traces no exchange of pairs. Export with dispatch.send='rows'")
-
-    def timed(self, timer: CallTimer) -> LayerLayout:
-        """Return this layout for a call that `timer` measures."""
-        return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
-
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
-                 anchored: bool = True) -> Sent:
-        """Send the rows of tokens [T, D] to their experts. See `Dispatcher.dispatch`.
-
-        Args:
-            experts: experts of the layer, or a module that replaces them.
-            anchored: whether gradients need an anchor. No anchor is needed if the tokens of all
-                ranks, or of no rank, have gradients.
-        """
-        anchor = None
-        if experts is not self.experts:
-            anchor = self._anchor_of(experts)
-        elif anchored and self.dispatcher.reads_anchor:
-            anchor = self.experts.anchor
-        if self.plain and self.experts.later is None:
-            return self.dispatcher.dispatch(x_TD, plan, anchor)
-        # parameters must be gathered before rows are sent
-        parameters, strategy = self._parameters(experts), self.strategy
-        sent = self.dispatcher.dispatch(x_TD, plan, anchor)
-        arriving = sent.arriving
-        sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
-        return sent
-
-    def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """Return a trained parameter, preferably one of the adapter in the experts' place.
-
-        Raises:
-            ValueError: if the adapter does not reach all ranks that compute the experts.
-        """
-        if self.experts.stored or self.choice.spill != "never":
-            obstacle = ("experts outside the device" if self.experts.stored else
-                        f"parallel.spill={self.choice.spill!r}")
-            raise ValueError(
-                f"{type(experts).__name__} cannot stand in for the experts of a layer together "
-                f"with {obstacle}, because others compute with the stored parameters. Merge the "
-                "adapter first, or use experts on the device and parallel.spill='never'")
-        return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
-
-    def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """Return the parameters shared by all pieces, or None to use the stored parameters."""
-        parameters, more = None, {}
-        if self.gather is not None:
-            whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
-            parameters = self.experts.compute_parameters(whole, self.first_shard)
-        # Exchanges of other pieces, or of another micro-batch for which delayed weight gradients
-        # wait, run next to these matmuls. Kernels must leave processors for the exchanges.
-        if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
-            more["sums"] = GradSums()
-        if self.stash is not None and may_keep():
-            more["keep"] = self.stash.keep
-        if not more or not self.experts.supports_gather:
-            return parameters
-        if parameters is None:
-            local = None if experts is self.experts else self._local(experts)
-            parameters = self.experts.compute_parameters(local)
-        return dataclasses.replace(parameters, **more)
-
-    def _local(self, experts: nn.Module) -> dict[str, Tensor]:
-        """Return the experts' parameters. An adapter modifies the parameters in its call."""
-        return self.experts.local_parameters() if experts is self.experts else experts(None)
-
-
-def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
-                   work: ExpertRows) -> ExpertRows:
-    """Return the same rows with parameters. Borrowed experts already have parameters."""
-    weights = parameters if work.parameters is None else work.parameters
-    return ExpertRows(work.x, work.rows, weights, strategy, work.started)
-
-
-def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
-                    alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-    """Run plan, dispatch, experts and combine, outside of compiled graphs if the layout needs it.
-
-    Args:
-        experts: experts of the layer, or a module that replaces them.
-        alongside: work to do while rows are being sent.
-    Returns: results of the tokens [T, D], and the number of rows that this rank computed.
-    """
-    if torch.compiler.is_compiling() and not layout.compiles:
-        from moe_plugin.tuning.uncompiled import uncompiled  # this import loads the compiler
-
-        y_TD, computed = uncompiled(through_experts, experts, layout, x_TD, kept, alongside)
-        return y_TD, computed
-    dispatcher = layout.dispatcher
-    plan = dispatcher.plan(kept)
-    sent = layout.dispatch(x_TD, plan, experts)
-    if alongside is not None:
-        alongside()
-    for rows in sent:
-        sent.put_back(experts(rows))
-    return dispatcher.combine(sent, plan), plan.rows
 
 
 class Layouts:

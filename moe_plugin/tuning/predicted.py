@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import Dispatcher, WrappedDispatcher
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.ragged import SentSizes
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost, rank_choices
@@ -39,7 +40,7 @@ from moe_plugin.tuning.default_hardware import (
     default_device,
     layer_shape,
 )
-from moe_plugin.tuning.layouts import LayerLayout, Layouts
+from moe_plugin.tuning.layouts import Layouts
 from moe_plugin.tuning.prepare_group import log_once
 
 log = logging.getLogger(__name__)

@@ -76,6 +76,12 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def inside_backward() -> bool:
+    """Return whether this code runs inside a backward pass, that is, in a recomputation."""
+    # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
+    return torch._C._current_graph_task_id() != -1
+
+
 def wait_for_device(device: torch.device) -> None:
     """Wait on the host until a GPU has completed its queued work, before reading a clock."""
     if device.type == "cuda":

@@ -37,7 +37,7 @@ def test_rows_that_spill_are_exact(other: str) -> None:
     class Both(RaggedDispatcher):
         traits = DispatchTraits(spills=True, **{other: True})
 
-    with pytest.raises(ValueError, match=f"'both' declares spills and {other}"):
+    with pytest.raises(ValueError, match=f"'both' declares both spills and {other}"):
         dispatchers.register("both")(Both)
 
 
@@ -46,7 +46,7 @@ def test_rows_that_are_sent_once_are_exact(other: str) -> None:
     class Both(RaggedDispatcher):
         traits = DispatchTraits(sends_once=True, **{other: True})
 
-    with pytest.raises(ValueError, match=f"'both' declares sends_once and {other}"):
+    with pytest.raises(ValueError, match=f"'both' declares both sends_once and {other}"):
         dispatchers.register("both")(Both)
 
 

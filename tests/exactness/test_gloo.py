@@ -101,17 +101,22 @@ def test_cells(world: int, few: bool) -> None:
             compare(case, [results[index] for _, results in by_rank], reference(case), **loose)
 
 
+def _grows(counts: list[int]) -> bool:
+    return all(more > fewer for fewer, more in itertools.pairwise(counts))
+
+
 def _kept(world: int) -> dict[str, list[int]]:
     """How many tensors there are after each run of a cell, where each leaves some behind."""
     comm, found = TorchComm(), {}
     comm.prepare(Topology.uniform(world, 2))
     for cell in gloo_cells(world, few=True):
-        alive = []
-        for _ in range(4):  # one or two are now and then still on their way out
+        alive: list[int] = []
+        # one or two are now and then still on their way out; ranks make as many runs
+        while len(alive) < 4 and comm.agree_max([float(_grows(alive))])[0]:
             run_rank(cells.case_of(cell), comm, cells.settings_of(cell))
             gc.collect()
             alive.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
-        if all(more > fewer for fewer, more in itertools.pairwise(alive)):
+        if _grows(alive):
             found[name_of(cell)] = alive
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ FILES = {"fairseq": "hosts.fairseq.run", "megatron": "hosts.megatron.script_feat
          "pytorch": "hosts.plain.run"}
 
 
+@cache
 def told(host: str) -> set[str]:
     """The seams that a host gives."""
     if host == "vision":

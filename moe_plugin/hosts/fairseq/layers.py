@@ -96,7 +96,7 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
             "'padded', and parallel.replicas=1")
 
 
-class ExpertFFN(TakesTokenIds, nn.Module):
+class FairseqMoELayer(TakesTokenIds, nn.Module):
     """A `MoELayer` for fairseq that returns one gate loss and stores statistics for the criterion.
 
     The gate loss is the weighted sum of the router losses. The gradients of expert parameters are
@@ -208,7 +208,7 @@ class _MoEMixin:
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:
         del self.fc1, self.fc2
-        self.moe_layer = ExpertFFN(settings)
+        self.moe_layer = FairseqMoELayer(settings)
         stack = "encoder" if isinstance(self, TransformerEncoderLayerBase) else "decoder"
         watch_store(self.moe_layer.moe, lambda: f"{stack}'s MoE layer {settings.layer_number}")
         self.fc1, self.fc2, self.activation_fn = self._experts, _identity, _identity

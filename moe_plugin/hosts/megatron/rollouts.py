@@ -39,7 +39,7 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
     if not found:
         yield
         return
-    if found[0].moe.tokens.sharing is not None:
+    if found[0].moe.token_entry.sharing is not None:
         raise ValueError("parallel.replicas cannot be used with replay_rollouts, because ranks "
                          "then share tokens in another order. Leave it out.")
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.dispatch import Sent
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.rows import TokenPlan, with_weights
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.hosts.megatron import parameters
@@ -39,7 +40,6 @@ from moe_plugin.hosts.megatron.losses import last_layer_is_moe
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.run_feature import refuse_unfit
 
@@ -79,7 +79,7 @@ class Stages:
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
         traffic = TrafficMeter(moe.comm.counters)
-        tokens = moe.tokens.enter(hidden_states, real_SB, info, moe.experts.dtype)
+        tokens = moe.token_entry.enter(hidden_states, real_SB, info, moe.experts.dtype)
         routing = moe.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
         if routing.passthrough_T is not None:
             raise ValueError(
@@ -87,7 +87,7 @@ class Stages:
                 "overlap_moe_expert_parallel_comm=True, because this router adds a part of each "
                 "token to its output. Choose another router, or turn the overlap off.")
         kept = moe.capacity(routing, self.training)
-        layout, kept = moe.layouts.select(kept, None, self.training)
+        layout, kept = moe.routed_experts.select(kept, None, self.training)
         self._call = _Call(tokens, kept, layout, traffic)
         return routing.weights_TK, routing.ids_TK
 
@@ -151,8 +151,8 @@ class Stages:
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)
-        y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
-        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
+        y, _ = moe.token_entry.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
+        stats = moe.routed_experts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
         self._observe(MoEOutput(y, {}, stats))
         return y if shared_expert_output is None else y + shared_expert_output
 
@@ -195,7 +195,7 @@ def delay(layer: Any) -> None:
 def check(layer: Any) -> None:
     """Raise a `ValueError` if a setting prevents cutting a `PluginMoELayer` into these steps."""
     config, native, split = layer.moe.config, layer.config, layer.groups.tensor.size() > 1
-    traits, graphs = layer.moe.layouts.available.traits, cuda_graphs(native)
+    traits, graphs = layer.moe.routed_experts.layouts.traits, cuda_graphs(native)
     refuse_unfit(
         "overlap_moe_expert_parallel_comm=True, which hides exchanges behind another micro-batch,",
         ((f"{name}={short(value)}", fits, f"{name} must be {bound}, or turn the overlap off")

@@ -22,7 +22,7 @@ from moe_plugin.experts.matrices import is_vector, stacked
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.output import MoEOutput, weighted_loss
 from moe_plugin.routing.model_masks import TokenMasks, follow_masks
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 
 
 class MoEBlock(nn.Module):

@@ -308,7 +308,7 @@ def restore_moe_blocks(model: nn.Module) -> None:
     """
     config = _config_of(model)
     for name, swapped in swapped_blocks(model):
-        if swapped.moe.layouts.experts.adapters is not None:
+        if swapped.moe.routed_experts.experts.adapters is not None:
             raise ValueError(f"block {name!r} has adapters, which transformers' own block does not "
                              "support. Call merge_lora(model) first")
     for name, swapped in list(swapped_blocks(model)):

@@ -24,7 +24,7 @@ from moe_plugin.hosts.transformers.compat import apply_gate, has_its_own_gate
 from moe_plugin.kernels.activations import ACTIVATIONS, first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.records import ExpertRows, ParameterRequest, RowCounts
 from moe_plugin.utils.messages import first_process, warn_once
 
 _SAME = 1e-6  # largest accepted difference between the values of two activations
@@ -196,9 +196,9 @@ class OwnFormExperts(Experts):
         """See `Experts`."""
         return _anchor(self.module[0])
 
-    def forward(self, work: ExpertRows | None) -> Any:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Any:
         """See `Experts`."""
-        assert work is not None, "only asked of experts that gather"
+        assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
         return apply_to_rows(self._compute, work.x, work.rows)
 
     def _compute(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:

@@ -258,5 +258,6 @@ def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts:
     def make(config: MoEConfig, place: Placement) -> Experts:
         return experts_of(module, config, place)
 
-    return RoutedExperts(config, comm, make, dtype=first.dtype,
-                         agreed={"class of the experts": type(module).__qualname__})
+    return RoutedExperts.of_model(
+        config, comm, make, dtype=first.dtype,
+        agreed={"class of the experts": type(module).__qualname__})

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from moe_plugin.memory.activations.swap import Ledger, Saved, Swapper
 from moe_plugin.memory.copier import OnDevice
 from moe_plugin.memory.passes import unchanged_buffers
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.run_feature import RunFeature, StepFacts
 

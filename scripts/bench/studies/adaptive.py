@@ -66,8 +66,8 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
             one_step(fixed, tokens, choice)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
     return {
-        "seconds": seconds, "labels": labels, "explored": auto.layouts.tuner.tuner.explored,
-        "decisions": [d.as_dict() for d in auto.layouts.tuner.tuner.log]
+        "seconds": seconds, "labels": labels, "explored": auto.routed_experts.tuner.tuner.explored,
+        "decisions": [d.as_dict() for d in auto.routed_experts.tuner.tuner.log]
     }
 
 

@@ -88,7 +88,7 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
     columns_ = {**{name: (fixed, choice) for name, choice in fixed_.items()}, AUTO: (tuned, None)}
     for number in range(LONGEST_WARM_UP):
         step(tuned, None)
-        if number and not tuned.layouts.tuner.exploring:
+        if number and not tuned.routed_experts.tuner.exploring:
             break
     seconds: dict[str, list[float]] = {name: [] for name in columns_}
     rows: dict[str, float] = {}
@@ -98,7 +98,7 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
             seconds[name].append(taken)
             rows[name] = stats.rows_sent / tokens
     return {"seconds": {name: found[1:] for name, found in seconds.items()}, "rows": rows,
-            "layout": tuned.layouts.tuner.current.label}
+            "layout": tuned.routed_experts.tuner.current.label}
 
 
 def medians(ranks: list[dict[str, Any]]) -> dict[str, float]:

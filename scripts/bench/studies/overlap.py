@@ -109,9 +109,9 @@ class Alone:
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor) -> None:
-        tokens = layer.tokens.enter(x_TD, None, None, layer.experts.dtype)
+        tokens = layer.token_entry.enter(x_TD, None, None, layer.experts.dtype)
         routing = layer.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
-        place = layer.layouts.available.at(LayoutChoice(r=1)).dispatcher
+        place = layer.routed_experts.layouts.at(LayoutChoice(r=1)).dispatcher
         plan = place.plan(layer.capacity(routing, True))
         self.layer, self.place, (self.piece,) = layer, place, plan.pieces
         self.rows_ND = torch.randn(sum(self.piece.send), WIDTH)

@@ -91,7 +91,7 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
                     by_policy[policy].append(one)
             if stands:
                 one = timed_end(stand[load]), len(
-                    stand[load].layouts.available.replicas.standing.shares)
+                    stand[load].routed_experts.layouts.replicas.standing.shares)
                 if round_ >= WARM_UP and (round_ + 1) % REPLAN == 0:
                     by_policy["place"].append(one)
     return found

@@ -74,7 +74,7 @@ class _BranchFFN(nn.Module):
                 parameter.register_hook(lambda gradient: gradient * factor)
 
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `ExpertFFN`; nothing is padded here."""
+        """As `FairseqMoELayer`; nothing is padded here."""
         x_BTD = x_TBD.transpose(0, 1)
         y_SD, loss = self.branch(x_BTD.reshape(-1, x_BTD.shape[-1]))
         return y_SD.view(x_BTD.shape).transpose(0, 1), loss

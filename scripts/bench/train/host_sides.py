@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from moe_plugin.tuning.layout_selector import LayoutSelector
 
 Settings = Mapping[str, Any]  # of the layer by path; and `FUSED_ADAM`
 FUSED_ADAM = "--moe-fused-adam"
@@ -111,11 +111,11 @@ def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
 
 
 def _exploring(layer: MoELayer) -> bool:
-    layouts = layer.layouts
-    if layouts.tuner is not None and layouts.tuner.exploring:
+    routed = layer.routed_experts
+    if routed.tuner is not None and routed.tuner.exploring:
         return True
-    exchanges = layer.comm.size > 1 and layouts.current.r > 0
-    return exchanges and layouts.current.algorithm == "auto" and ExchangeTuner.of(
+    exchanges = layer.comm.size > 1 and routed.current.r > 0
+    return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
         layer.comm).exploring
 
 
@@ -129,15 +129,15 @@ def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
 
     tokens: of a rank in a step.
     """
-    seen = Counter(_latest(layer.layouts, tokens).label for layer in layers)
+    seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
                      for label, count in seen.items())
 
 
-def _latest(layouts: LayoutSelector, tokens: int) -> LayoutChoice:
-    if layouts.prefill is None:
-        return layouts.current
-    return layouts.prefill.choice(layouts.current, tokens)
+def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
+    if routed.prefill is None:
+        return routed.current
+    return routed.prefill.choice(routed.current, tokens)
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:

@@ -210,12 +210,13 @@ def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], w
     from moe_plugin.comm import run_simulated
     from moe_plugin.config import from_dict
     from moe_plugin.hosts.fairseq.groups import FairseqGroups
-    from moe_plugin.hosts.fairseq.layers import ExpertFFN, LayerSettings
+    from moe_plugin.hosts.fairseq.layers import FairseqMoELayer, LayerSettings
 
     config = from_dict({"model_dim": 8, "num_experts": 4, **settings})
     with pytest.raises(ValueError, match=words):
         run_simulated(
-            2, lambda comm: ExpertFFN(LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0)))
+            2, lambda comm: FairseqMoELayer(
+                LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0)))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])

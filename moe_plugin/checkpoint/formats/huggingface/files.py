@@ -27,8 +27,8 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
 )
 from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
+from moe_plugin.experts.distributed_state import FLOAT32
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
-from moe_plugin.routing.contract import FLOAT32
 from moe_plugin.utils.checksums import METADATA, FirstRead
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, write_whole

@@ -41,7 +41,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     refused_if_unreadable,
 )
-from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.experts.distributed_state import FLOAT32
 from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input
