@@ -412,7 +412,7 @@ def test_what_keeps_rows_out_of_pages_is_refused(changed: dict, said: str) -> No
 def test_custom_experts_are_refused() -> None:
     config = from_dict({"model_dim": 8, "num_experts": 2,
                         "dispatch": {"name": "bounded", "stash_mib": 1.0}})
-    with pytest.raises(ValueError, match="does not fit custom experts"):
+    with pytest.raises(ValueError, match="cannot be combined with custom experts"):
         run_simulated(2, lambda comm: MoELayer(
             config, comm, experts=lambda index: torch.nn.Linear(8, 8)))
 

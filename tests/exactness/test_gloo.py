@@ -217,7 +217,7 @@ def test_a_broken_promise_of_equal_tokens_is_an_error(dispatch: str) -> None:
     for seen in run_gloo(2, _break_the_promise, dispatch, [[6, 6], [3, 3], [6, 2], [6, 6]]):
         assert seen[:2] == ["fine", "fine"] and seen[3] == "fine"
         assert "ValueError: dispatch.equal_tokens=True" in seen[2]
-        assert "which have 2 to 6" in seen[2]
+        assert "the ranks have 2 to 6" in seen[2]
 
 
 def test_a_promise_broken_by_one_rank_alone_ends_in_an_error_on_all() -> None:

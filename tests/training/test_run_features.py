@@ -196,7 +196,7 @@ def test_votes_give_the_mean_gradient() -> None:
 
 def _refused() -> str:
     model = ddp_model(Blocks(LocalComm()))
-    with pytest.raises(ValueError, match="guard.votes=3 does not fit ddp_model: .* model itself"):
+    with pytest.raises(ValueError, match="guard.votes=3 does not fit ddp_model: .* bare model"):
         TrainingSteps(model, torch.optim.SGD(model.parameters(), 0.1), loss_of,
                       run_from_dict({"guard": {"votes": 3}}))
     return "refused"

@@ -40,7 +40,10 @@ class Line:
 class Figure:
     """The base class of all figures.
 
-    id: a name that is unique in the report. about: one sentence that explains the figure.
+    Attributes:
+        id: a name that is unique in the report.
+        title: the title of the figure.
+        about: one sentence that explains the figure.
     """
 
     id: str
@@ -92,8 +95,11 @@ class HeatMap(Figure):
 class Band:
     """A coloured interval in a row of `Bands`.
 
-    kind: the kind of the band, which determines the colour. text: the text that is shown at the
-        position of the pointer.
+    Attributes:
+        row: the index of the row.
+        start, end: the ends of the interval on the horizontal axis.
+        kind: the kind of the band, which determines the colour.
+        text: the text that is shown at the position of the pointer.
     """
 
     row: int
