@@ -134,8 +134,7 @@ def fault(args: argparse.Namespace) -> int:
                                                                        ("WORLD_SIZE", "1")))
     if rank == 0 and min(fault.ranks) >= world:
         _say(f"{fault.kind} happens on no rank: the given ranks are "
-             f"{', '.join(map(str, fault.ranks))}, but the program has {world} ranks (RANK 0 to "
-             f"{world - 1})")
+             f"{', '.join(map(str, fault.ranks))}, but the program's ranks are 0 to {world - 1}")
     again = args.once and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     armed = None if again else fault.arm(rank)
     try:

@@ -38,8 +38,8 @@ print("trained")
 @pytest.mark.parametrize(("options", "message"), [
     (["--step", "40"], "kill did not happen on rank 0: step 40, place forward, was not reached; "
                        "the program ran 0 steps"),
-    (["--ranks", "1,3"], "kill happens on no rank: the given ranks are 1, 3, but the program has 1 "
-                         "ranks (RANK 0 to 0)")
+    (["--ranks", "1,3"], "kill happens on no rank: the given ranks are 1, 3, but the program's "
+                         "ranks are 0 to 0")
 ])
 def test_a_fault_that_does_not_happen_is_said(options: list[str], message: str,
                                               tmp_path: Path) -> None:
