@@ -22,9 +22,7 @@ LEAST_SPEED = 1e-6
 
 @dataclass(kw_only=True)
 class ParallelConfig(SettingsSection):
-    """Parallel layout of a layer, which is either fixed or chosen by measurements. `parallel: auto`
-    is short for `parallel: {mode: auto}`.
-    """
+    """Parallel layout of a layer. `parallel: auto` is short for `parallel: {mode: auto}`."""
 
     PATH = "parallel."
     SHORTHAND = "mode"

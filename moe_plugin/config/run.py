@@ -81,9 +81,7 @@ class ObserveConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class GuardConfig(SettingsSection):
-    """Settings of the checks in which the hosts compare the results of ranks. See
-    docs/wrong_ranks.md.
-    """
+    """Checks in which the hosts compare the results of ranks. See docs/wrong_ranks.md."""
 
     PATH = "guard."
 
@@ -114,9 +112,7 @@ class GuardConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class OffloadConfig(SettingsSection):
-    """Settings that reduce the memory for training. The hosts apply them to a whole model. See
-    docs/activations.md.
-    """
+    """How hosts reduce the memory for training a whole model. See docs/activations.md."""
 
     PATH = "offload."
 
@@ -195,9 +191,7 @@ class OffloadConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class PipelineConfig(SettingsSection):
-    """Settings of the pipeline schedule, which is the order of forward and backward passes over the
-    stages. See docs/pipeline.md.
-    """
+    """Order of forward and backward passes over pipeline stages. See docs/pipeline.md."""
 
     PATH = "pipeline."
     SHORTHAND = "schedule"
@@ -240,9 +234,7 @@ class PipelineConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """Settings for training with peers that compute the stages of a model and may join and leave
-    (Megatron only). See docs/swarm.md.
-    """
+    """Peers that compute a model's stages and may join and leave (Megatron). See docs/swarm.md."""
 
     PATH = "swarm."
     SHORTHAND = "role"
