@@ -1,9 +1,9 @@
-"""Operations of the MoE layer: a torch reference for each, and faster implementations for some
-devices.
+"""Operations of the MoE layer. Each has a reference implementation in torch, and faster
+implementations for some devices.
 
-`kernels` is the registry of operations on tensors; their Triton implementations are in `gpu/`.
-`strategies` is the registry of ways to compute feed-forward experts. Importing this package
-registers all of them.
+`kernels` is the registry of operations on tensors. The Triton implementations of these operations
+are in `gpu/`. `strategies` is the registry of ways to compute feed-forward experts. Importing this
+package registers all operations and strategies.
 """
 
 from moe_plugin.kernels import triton_ops

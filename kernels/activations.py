@@ -1,6 +1,8 @@
-"""Activations that write into given memory, their gradients, and checks for second derivatives.
+"""Activations that write into given memory, the gradients of these activations, and checks for
+second derivatives.
 
-Tensors have any shape and one floating-point dtype. `h` is the value before the activation.
+Tensors may have any shape and one floating-point dtype. The tensor `h` is the value before the
+activation.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ transformed = torch._C._are_functorch_transforms_active
 
 
 def refuse_vmap() -> None:
-    """Raise `ValueError` if vmap, or a transform built on vmap, makes this call."""
+    """Raise a `ValueError` if vmap, or a transform built on vmap, makes this call."""
     if any(level.key() == torch._C._functorch.TransformType.Vmap
            for level in torch._C._functorch.get_interpreter_stack()):
         raise ValueError(
@@ -31,34 +33,35 @@ def refuse_vmap() -> None:
 
 
 def not_transformed(what: str) -> ValueError:
-    """Return the error for calls of `what` that `torch.func` makes."""
+    """Return the error for a call of `what` that is made by `torch.func`."""
     return ValueError(f"torch.func cannot transform {what}. It supports only layers on one rank, "
                       "with experts on the device and without pre-gates. Use torch.autograd "
                       "(backward, torch.autograd.grad) instead.")
 
 
 def wants_graph() -> bool:
-    """Return whether a running `backward` must be differentiable itself (`create_graph=True`)."""
+    """Return true if a running `backward` must itself be differentiable (`create_graph=True`)."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def own(made: Tensor) -> Tensor:
     """Return a tensor that the `forward` of an autograd function may return as its result.
 
-    torch 2.11's compiler silently loses the gradient of a result that its graph has under two
+    The compiler of torch 2.11 silently loses the gradient of a result to which its graph has two
     names, for example the result of an in-place operation or of a `contiguous` without effect
-    (pytorch/pytorch issue 180642). While compiling, a new alias is returned, so that no other name
-    refers to the result.
+    (pytorch/pytorch issue 180642). During compilation, a new alias is returned, so that no other
+    name refers to the result.
     """
     return made.detach() if torch.compiler.is_compiling() else made
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a `backward` that cannot be differentiated, so that `create_graph=True` raises an
-    error.
+    """Decorate a `backward` that cannot itself be differentiated, so that `create_graph=True`
+    raises an error.
 
-    torch's `once_differentiable` raises an error only when the second pass reaches the node.
-    `torch.autograd.grad` towards chosen inputs bypasses this check and returns wrong numbers.
+    The decorator `once_differentiable` of torch raises an error only when the second pass reaches
+    the node. `torch.autograd.grad` with respect to chosen inputs bypasses this check and returns
+    wrong numbers.
     """
 
     @functools.wraps(backward)
@@ -77,13 +80,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation in three forms.
+    """An activation function in three forms.
 
     Attributes:
-        value: computes y = act(h), differentiable.
-        into: into(h, out) computes out = act(h).
-        gradient: gradient(grad, h, out) computes out = grad * act'(h), where out may be grad.
-        cheap: whether computing the activation again takes no longer than reading it from memory.
+        value: differentiable function that computes `act(h)`.
+        into: function such that `into(h, out)` computes `out = act(h)`.
+        gradient: function such that `gradient(grad, h, out)` computes `out = grad * act'(h)`, where
+            `out` may be the same tensor as `grad`.
+        cheap: whether computing the activation again takes no longer than reading its result from
+            memory.
     """
 
     value: Callable[[Tensor], Tensor]

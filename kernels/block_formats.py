@@ -1,24 +1,25 @@
-"""The block-scaled formats of matrix units: MXFP8, NVFP4 and blocks of 128, as codes and scales.
+"""The block-scaled formats of matrix units: MXFP8, NVFP4 and fp8 with blocks of 128 values, each
+stored as codes and scales.
 
-A block is a run of consecutive values along the sum of a product. In MXFP8 (Open Compute Project,
-Microscaling Formats 1.0, 2023) the codes are e4m3, and 32 values share a power of two (e8m0). In
-NVFP4 (NVIDIA, Pretraining Large Language Models with NVFP4, 2025) the codes are e2m1, 16 values
-share an e4m3 scale, and a tensor shares a float32 scale. In FP8 blockwise (Transformer Engine's
-`Float8BlockScaling`) the codes are e4m3, and 128 values of a row, or 128 x 128 values of a weight,
-share a power of two. In the two fp8 formats gradients may have e5m2 codes (Transformer Engine:
-`Format.HYBRID`).
+A block consists of consecutive values along the summed dimension of a matmul. In MXFP8 (Open
+Compute Project, Microscaling Formats 1.0, 2023) the codes are e4m3, and a power of two (e8m0) is
+shared by 32 values. In NVFP4 (NVIDIA, Pretraining Large Language Models with NVFP4, 2025) the codes
+are e2m1, an e4m3 scale is shared by 16 values, and a float32 scale is shared by all values of a
+tensor. In FP8 blockwise (Transformer Engine's `Float8BlockScaling`) the codes are e4m3. A power of
+two is shared by 128 values of a row, or by 128 x 128 values of a weight. In the two fp8 formats
+gradients may have e5m2 codes (Transformer Engine: `Format.HYBRID`).
 
-The formats allow several scales. This module uses:
+The formats allow different choices of the scales. This module uses:
 * MXFP8 and blockwise: the smallest power of two for which no value of the block saturates, as in
-  Transformer Engine (torchao: RCEIL). The specification's own rule for MXFP8 saturates up to 1/8 of
-  the largest value.
-* NVFP4: the tensor's scale is also a power of two, the smallest for which no block's scale
-  saturates. A block's scale is rounded to nearest. As a result, rounding a block does not depend on
-  the rest of the tensor, as long as the block's largest value exceeds 2^-13 of the tensor's. Below
-  this limit, the scale has fewer bits the larger the tensor's largest value is, and below 2^-19 the
-  block becomes 0.
+  Transformer Engine (torchao: RCEIL). With the rule for MXFP8 in the specification, up to 1/8 of
+  the largest value is lost by saturation.
+* NVFP4: the tensor's scale is also a power of two. It is the smallest for which no block's scale
+  saturates. The scale of a block is rounded to nearest. As a result, the rounding of a block does
+  not depend on the rest of the tensor, as long as the largest value in the block exceeds 2^-13 of
+  the largest value in the tensor. Below this limit, the precision of the scale decreases as the
+  largest value in the tensor increases, and below 2^-19 the block becomes 0.
 
-Every value of each format is exact in bfloat16.
+Every value in each format can be represented exactly in bfloat16.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class Blocks:
     """A tensor [..., N] in a block-scaled format.
 
     Attributes:
-        codes: codes of the values, padded with zeros after N, where B = ceil(N / block). The fp8
-            formats use e4m3 or e5m2 codes [..., B * block]. NVFP4 uses uint8 [..., B * 8] with two
-            codes per byte, the first in the low bits.
-        scales: scales of the blocks, [..., B]. The fp8 formats store the bits of e8m0 as uint8,
-            because torch 2.6 has no e8m0 dtype. NVFP4 uses e4m3 scales.
-        tensor: scale of each matrix in NVFP4, float32, shaped like the leading axes ([] for a
-            single matrix). The fp8 formats use None.
+        codes: codes of the values, padded with zeros after N, where B = ceil(N / block). In the fp8
+            formats they are e4m3 or e5m2 [..., B * block]. In NVFP4 they are uint8 [..., B * 8]
+            with two codes per byte, the first in the low bits.
+        scales: scales of the blocks, with shape [..., B]. In the fp8 formats they are the bits of
+            e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 they are e4m3.
+        tensor: scale of each matrix in NVFP4, float32, with the shape of the leading axes ([] for a
+            single matrix). In the fp8 formats it is None.
         width: the number N of values.
-        block: number of values that share a scale: 32 in MXFP8, 16 in NVFP4, 128 in blockwise
-            formats.
+        block: number of values that share a scale, which is 32 in MXFP8, 16 in NVFP4, and 128 in
+            the blockwise formats.
     """
 
     codes: Tensor
@@ -63,7 +64,7 @@ class Blocks:
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors."""
+        """The device on which all tensors of this object are."""
         return self.codes.device
 
     def rows(self, index_R: Tensor) -> Blocks:
@@ -73,7 +74,9 @@ class Blocks:
         return replace(self, codes=codes, scales=scales)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the represented values, [..., N]; exact in bfloat16, float32 and float64."""
+        """Return the represented values [..., N], which are exact in bfloat16, float32 and
+        float64.
+        """
         if self.tensor is None:
             codes, scales = self.codes.float(), power(self.scales)
         else:
@@ -85,15 +88,16 @@ class Blocks:
 
 def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m3fn,
                     square: bool = False) -> Blocks:
-    """Round x [..., N], floating point, to fp8 codes with blocks that share a power of two.
+    """Round a floating-point tensor x [..., N] to fp8 codes in blocks, where the values of each
+    block share a power of two.
 
-    Let b be the largest value of a block, with 2^-110 <= b. For e4m3, the error of a finite value x
-    of this block is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant bits down to 2^-6
-    scales, and b exceeds 224 scales. For e5m2 the error is at most 2^-3 |x| + 2^-31 b. Values that
-    are not finite become NaN.
+    Let b be the largest absolute value in a block, where 2^-110 <= b. For e4m3, the error of a
+    finite value x in this block is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
+    bits down to 2^-6 times the scale, and b exceeds 224 times the scale. For e5m2, the error is at
+    most 2^-3 |x| + 2^-31 b. Values that are not finite become NaN.
 
     Args:
-        x: values [..., N].
+        x: floating-point values [..., N].
         block: number of values along the last axis that share a scale.
         codes: dtype of the codes, e4m3 or e5m2.
         square: if True, `block` by `block` values of a matrix share a scale, for x [..., M, N].
@@ -107,18 +111,19 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
 
 
 def quantize_mxfp8(x: Tensor) -> Blocks:
-    """Round x [..., N] to MXFP8, see `quantize_powers`."""
+    """Round x [..., N] to MXFP8; see `quantize_powers`."""
     return quantize_powers(x, 32)
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
-    """Round x [..., M, N], floating point, to NVFP4; each M x N matrix is a tensor with one scale.
+    """Round a floating-point tensor x [..., M, N] to NVFP4, where each M x N matrix is treated as a
+    tensor with one scale.
 
-    Let b be the largest value of a block, where b exceeds 2^-13 of the tensor's largest value. The
-    error of a finite value x of this block is at most 2^-2 |x| + 2^-4 b. The first term comes from
-    e2m1, which has two significant bits from one scale upwards. The second term covers smaller
-    values, and a block scale that was rounded down by up to 2^-4, which saturates b. A block that
-    contains a value that is not finite becomes NaN.
+    Let b be the largest absolute value in a block, where b exceeds 2^-13 of the largest absolute
+    value in the tensor. The error of a finite value x in this block is at most 2^-2 |x| + 2^-4 b.
+    The first term is due to e2m1, which has two significant bits for values of at least the scale.
+    The second term is due to smaller values, and to a block scale that was rounded down by up to
+    2^-4, so that b saturates. A block that contains a value that is not finite becomes NaN.
     """
     blocks, finite, largest = _blocks(x, 16)
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])
@@ -133,13 +138,16 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The rounding of a product's operands [..., N], each in blocks along the sum.
+    """The rounding of the operands [..., N] of a matmul, which are divided into blocks along the
+    summed dimension.
 
     Attributes:
-        rows: rounds rows of a forward pass, also as operands of weight gradients.
-        grads: rounds gradients of rows.
-        weights: rounds weights [L, O, I], for either direction.
-        step: in weight gradients, the rows of an expert are padded to a multiple of this number.
+        rows: function that rounds the rows of a forward pass, which are also operands of weight
+            gradients.
+        grads: function that rounds gradients of rows.
+        weights: function that rounds weights [L, O, I] for either direction.
+        step: number such that, in weight gradients, the rows of an expert are padded to a multiple
+            of it.
     """
 
     rows: Callable[[Tensor], Blocks]
@@ -162,7 +170,7 @@ FORMATS: dict[str, BlockFormat] = {
 
 
 def _of_squares(largest: Tensor, block: int) -> Tensor:
-    """Extend maxima [..., M, B] over `block` rows, so that each square of values shares its
+    """Extend maxima [..., M, B] over `block` rows, so that the values of each square share a
     maximum.
     """
     rows = largest.shape[-2]
@@ -171,8 +179,8 @@ def _of_squares(largest: Tensor, block: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (values float32 [..., B, block], whether they are finite, largest finite magnitude
-    [..., B]).
+    """Return the values as float32 [..., B, block], whether they are finite, and the largest finite
+    magnitude in each block [..., B].
     """
     width = x.shape[-1]
     number = -(-width // block)
@@ -185,7 +193,7 @@ def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _least_power(largest: Tensor, top: float) -> Tensor:
-    """Return the smallest power of two with largest <= top * power, as e8m0 bits (uint8).
+    """Return the smallest power of two with `largest <= top * power`, as e8m0 bits (uint8).
 
     The powers are limited to 2^-126 to 2^127.
     """
@@ -198,14 +206,14 @@ def _least_power(largest: Tensor, top: float) -> Tensor:
 
 
 def power(e8m0: Tensor) -> Tensor:
-    """Return the powers of two, float32, of e8m0 bits (uint8)."""
+    """Return the powers of two, as float32, that are represented by e8m0 bits (uint8)."""
     # e8m0 has the bits of a float32 exponent.
     return (e8m0.to(torch.int32) << 23).view(torch.float32)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
-    """Return the nearest codes for 0, 0.5, 1, 1.5, 2, 3, 4, 6 (ties to the even code), two per
-    byte.
+    """Return the nearest codes for the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, two per byte; ties
+    go to the even code.
     """
     # The code without its sign is the index of the value in this list. The steps are 1/2 below 2,
     # 1 below 4 and 2 above, and `round` sends ties to even indices.

@@ -1,11 +1,12 @@
-"""Products in MXFP8, NVFP4 and fp8 with blocks of 128, with operands in blocks along their sum.
+"""Matmuls in MXFP8, NVFP4 and fp8 with blocks of 128, whose operands are divided into blocks along
+the summed dimension.
 
-This includes forward products, input gradients and weight gradients.
+The module contains forward matmuls, and matmuls for input gradients and weight gradients.
 
-On GPUs for which torch supports them, the products call `torch.nn.functional.scaled_grouped_mm`.
-Triton computes products over rows with e4m3 blocks of 128 (`gpu.fp8_blocks`). Elsewhere the
-products are emulated: the values of the codes are multiplied in the layer's dtype (float16: in
-float32) with float32 sums, so that only the order of the sums differs.
+On GPUs for which torch supports them, the matmuls call `torch.nn.functional.scaled_grouped_mm`.
+Triton computes matmuls over rows with e4m3 blocks of 128 (`gpu.fp8_blocks`). On other devices the
+matmuls are emulated: the values of the codes are multiplied in the layer's dtype (float16: in
+float32) with float32 sums, so only the order of summation differs.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ logger = logging.getLogger(__name__)
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """Compute rows w + b by group, [R, O] in `dtype`.
+    """Compute `rows @ w + b` for each group, [R, O] in `dtype`.
 
     Args:
-        x_blocks: blocks of rows or tokens [., I].
-        groups: rows of each expert.
-        w_blocks: blocks of weights [L, O, I].
+        x_blocks: rows or tokens [., I], divided into blocks.
+        groups: number of rows of each expert.
+        w_blocks: weights [L, O, I], divided into blocks.
         b_LO: biases [L, O] in `dtype`, or None.
         token_R: see `kernels.expert_matmul`.
-        dtype: dtype of the result.
+        dtype: dtype of the resulting tensor.
     """
     if x_blocks.device.type == "cuda":
         name = "fp8" if x_blocks.block > 32 else "scaled_grouped_mm"
@@ -54,13 +55,13 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
 @op
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
-    """Compute rows^T grad rows by group, [L, I, O] in `dtype`.
+    """Compute `rows^T @ grad_rows` for each group, [L, I, O] in `dtype`.
 
     Args:
-        x_blocks, grad_blocks: blocks of [I, R] and [O, R], along the rows.
-        groups: groups with a positive multiple of `BlockFormat.step` rows each, so that no block
-            spans two groups.
-        dtype: dtype of the result.
+        x_blocks, grad_blocks: rows [I, R] and gradients [O, R], divided into blocks along the rows.
+        groups: groups whose number of rows is a positive multiple of `BlockFormat.step`, so that no
+            block spans two groups.
+        dtype: dtype of the resulting tensor.
     """
     wide = _wide(dtype)
     x_RI, grad_RO = (blocks.values(wide).t().contiguous() for blocks in (x_blocks, grad_blocks))
@@ -74,35 +75,39 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def _say_emulated(device: torch.device, name: str, why: str | None) -> None:
-    """Log a warning, once per device and reason."""
+    """Log a warning once for each device and reason."""
     logger.warning("experts.precision=mxfp8, nvfp4 or fp8_blockwise is emulated on %s and slower "
                    "than ieee, because %s is not available: %s", device, name, why)
 
 
 class BlockWeight(RoundedWeight):
-    """A weight in blocks along the sum of its product, and the blocks of its transpose."""
+    """A weight that is divided into blocks along the summed dimension of its matmul, and the blocks
+    of its transpose.
+    """
 
     def __init__(self, blocks_LOI: Blocks, transposed: Blocks | None) -> None:
         self.blocks, self._transposed = blocks_LOI, transposed
 
     def transpose(self, first: int, second: int) -> BlockWeight:
-        """Return the transposed weight, which exists only if the weight was made for backward."""
+        """Return the transposed weight, which is available only if the weight was created for
+        backward.
+        """
         if {first, second} != {1, 2} or self._transposed is None:
-            raise ValueError(f"A weight in blocks cannot exchange axes {first} and {second}. Only "
-                             "axes 1 and 2 of a weight made with backward=True can be exchanged, "
-                             "because blocks lie along one axis.")
+            raise ValueError(f"Axes {first} and {second} of a weight in blocks cannot be swapped. "
+                             "Only axes 1 and 2 of a weight made with backward=True can be "
+                             "swapped, because blocks lie along one axis.")
         return BlockWeight(self._transposed, None)
 
 
 @dataclass(frozen=True)
 class BlockProducts(RoundedProducts):
-    """Products in one of `FORMATS`, by name."""
+    """Matmuls in one of the formats in `FORMATS`, selected by name."""
 
     name: str
 
     @property
     def form(self) -> BlockFormat:
-        """How operands are rounded."""
+        """The functions with which operands are rounded."""
         return FORMATS[self.name]
 
     def weight(self, w_LIO: Tensor, backward: bool) -> BlockWeight:
@@ -113,7 +118,7 @@ class BlockProducts(RoundedProducts):
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
         """Round rows or tokens; see `RoundedProducts.rows`.
 
-        Filler, and tokens without a row, do not influence any scale.
+        Filler rows, and tokens without a row, do not influence any scale.
         """
         return self.form.rows(self._used(x, groups, token_R))
 
@@ -135,14 +140,14 @@ class BlockProducts(RoundedProducts):
 
     def product(self, rows: Blocks, groups: RowGroups, weight: BlockWeight, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Multiply rounded operands; see `RoundedProducts.product`."""
+        """Multiply the rounded operands; see `RoundedProducts.product`."""
         return expert_matmul_blocks(rows, groups, weight.blocks, b_LO, token_R, dtype)
 
     def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...]:
-        """Compute weight gradients; see `RoundedProducts.weight_grads`. The rows of x are rounded
-        once.
+        """Compute weight gradients; see `RoundedProducts.weight_grads`. The rows of `x` are rounded
+        only once.
         """
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)

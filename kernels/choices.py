@@ -1,5 +1,5 @@
-"""Operations on choices of experts: order, count per expert, and position among the choices of an
-expert.
+"""Operations on choices of experts: their order, the count for each expert, and the position among
+the choices of an expert.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from moe_plugin.kernels.registry import op
 
 
 def stable_order(key_N: Tensor, below: int) -> Tensor:
-    """Return the stable permutation that sorts key_N (int64 in 0..below-1), int64 [N].
+    """Return the stable permutation, int64 [N], that sorts `key_N` (int64 in 0..below-1).
 
-    On a CPU numpy's radix sort of 16-bit keys sorts 8,192 choices in 20 us. torch uses a radix sort
-    only from 32,768 elements on, and takes 260 us.
+    On a CPU, numpy's radix sort of 16-bit keys sorts 8,192 choices in 20 us. torch uses a radix
+    sort only for 32,768 elements or more, and takes 260 us for 8,192 choices.
     """
     if (key_N.device.type != "cpu" or below > 1 << 15 or torch.compiler.is_compiling()
             or transformed()):
@@ -30,18 +30,18 @@ def stable_order(key_N: Tensor, below: int) -> Tensor:
 
 def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
                 per_choice: bool = False, complete: bool = False) -> Tensor:
-    """Return the load of each expert, int64 [E], or with `per_choice` int64 [K, E], one row per
-    choice.
+    """Return the load of each expert, int64 [E]. With `per_choice`, return int64 [K, E], with one
+    row for each of the K choices.
 
     Args:
-        ids_TK: int64 [T, K], expert of each choice in 0..E-1. Choices of -1 (no expert) are not
-            counted.
-        experts: number of experts E.
+        ids_TK: int64 [T, K], the expert of each choice, in 0..E-1. Choices of -1 (no expert) are
+            not counted.
+        experts: number of experts, E.
         mask_T: bool [T], False for padding tokens, which are not counted. By default all tokens are
             real.
-        per_choice: whether to count each choice separately.
-        complete: True if ids_TK contains no -1, which saves the handling of -1. The host does not
-            wait for the device.
+        per_choice: whether to count first choices, second choices and so on separately.
+        complete: True if `ids_TK` contains no -1, which makes special handling of -1 unnecessary.
+            The host does not wait for the device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False
@@ -59,7 +59,9 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
 
 @op
 def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
-    """Return the load of each expert by choice, int64 [K, E]. ids_TK: int64 [T, K] in -1..E-1."""
+    """Return the load of each expert separately for each choice, int64 [K, E]. ids_TK: int64 [T,
+    K], the expert of each choice, in -1..E-1.
+    """
     bins = experts + 1
     load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
     # The modulo moves -1 to the last bin of each choice, which is removed at the end.
@@ -71,11 +73,11 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return (rank_N, count_E), int64: the number of earlier choices with the same id, and of each
-    id.
+    """Return (rank_N, count_E), both int64: for each choice, the number of earlier choices with the
+    same id; and the number of choices for each id.
 
-    ids_N: int64 in -1..E-1. The rank of id -1 is -1. The operation uses one stable sort and
-    allocates no tensor of size [N, E].
+    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the rank is -1. The operation uses a single
+    stable sort and allocates no tensor of size [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     order_N = stable_order(key_N, experts + 1)
@@ -87,8 +89,8 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
-    """Return the choice in each slot, int64 [slots], or -1 for an empty slot. position_TK: int64
-    [T, K].
+    """Return the index of the choice in each slot, int64 [slots], or -1 for an empty slot.
+    position_TK: int64 [T, K], the slot of each choice.
     """
     # Choices without a slot write into an extra slot, which is removed. Filtering them would give a
     # data-dependent shape.
@@ -100,13 +102,14 @@ def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
 
 @op
 def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort choices by expert and return (source_N, position_TK, count_E), int64.
+    """Sort choices by expert and return (source_N, position_TK, count_E), all int64.
 
-    source_N is the choice in each row, expert after expert and in the order of choices. position_TK
-    is the row of each choice, and count_E the number of rows of each expert.
+    The tensor `source_N` contains the index of the choice in each row. Rows are ordered by expert,
+    and for each expert in the order of choices. The tensor `position_TK` contains the row of each
+    choice, and `count_E` the number of rows of each expert.
 
-    ids_TK: int64 [T, K] in -1..E-1. A choice of -1 has position -1. The rows after the last
-    expert's rows have source -1.
+    ids_TK: int64 [T, K], the expert of each choice, in -1..E-1. A choice of -1 has the position -1.
+    Rows after the rows of the last expert have the source -1.
     """
     number_N, count_E = running_count.implementation("torch")(ids_TK.reshape(-1), experts)
     start_E = count_E.cumsum(0) - count_E
@@ -116,10 +119,11 @@ def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """Return the slot of each choice inside its expert, int64 [T, K], or -1 where ids_TK is -1.
+    """Return the slot of each choice within its expert, int64 [T, K], or -1 where `ids_TK` is -1.
 
-    slot(t, j) = number of tokens with the same expert as a choice i < j, plus number of tokens
-    before t with the same expert as choice j (Tutel's "location").
+    The slot of choice j of token t is the number of tokens that have the same expert as a choice i
+    < j, plus the number of tokens before t that have the same expert as choice j (Tutel's
+    "location").
     """
     tokens, k = ids_TK.shape
     ids_N = ids_TK.t().reshape(-1)  # choice-major, so that first choices get slots before second

@@ -1,12 +1,13 @@
-"""Strategies to compute a rank's feed-forward experts, by name. This module defines the torch
-strategies.
+"""Strategies to compute the feed-forward experts of a rank, by name. The strategies that use
+torch's operations are defined in this module.
 
-A strategy is a differentiable function `(x, rows, parameters) -> y` with y in x's shape and dtype.
-With a `RowCounts`, x contains rows [R, D], expert after expert. With a `RowPlan`, x contains tokens
-[T, D], and y is the weighted sum of each token's rows. Strategies that gather and combine inside
-their kernels avoid these copies. Experts without rows get zero gradients, not missing gradients.
+A strategy is a differentiable function `(x, rows, parameters) -> y`, where y has the same shape and
+dtype as x. If `rows` is a `RowCounts`, x contains rows [R, D], ordered by expert. If `rows` is a
+`RowPlan`, x contains tokens [T, D], and y is the weighted sum of each token's rows. Strategies that
+gather and combine inside their kernels avoid these copies. Experts without rows get zero gradients
+rather than missing gradients.
 
-`cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
+The strategies `fused` and `kernels` are defined in `cpu.expert_ffn` and `gpu.expert_ffn`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ OPERANDS = ("w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF", "w_out_LFD",
 
 
 class LowRank(NamedTuple):
-    """An adapter on the weights w of L experts, which then compute with (w + a b) factor.
+    """An adapter for the weights w of L experts, which then compute with `(w + a @ b) * factor`.
 
     Attributes:
-        a_LIR, b_LRO: the factors of the adapter, [L, I, R] and [L, R, O].
-        factor_LO: scale of each output, [L, O]. None means 1.
+        a_LIR, b_LRO: the two low-rank matrices of the adapter, [L, I, R] and [L, R, O].
+        factor_LO: factor [L, O] by which each output is multiplied. None means 1.
     """
 
     a_LIR: Tensor
@@ -46,46 +47,51 @@ class LowRank(NamedTuple):
     factor_LO: Tensor | None
 
     def to(self, dtype: torch.dtype) -> LowRank:
-        """Return the adapter in another dtype."""
+        """Return a copy of the adapter in a different dtype."""
         return LowRank(*(value if value is None else value.to(dtype) for value in self))
 
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """Parameters of L experts as `FFNExperts` stores them, and how to compute with them.
+    """The parameters of L experts as `FFNExperts` stores them, and the settings with which they are
+    computed.
 
     Attributes:
-        w_in_LDF, w_gate_LDF: weights [L, D, F], all of one floating-point dtype. Plain experts have
-            no gate.
-        bias_in_LF, bias_gate_LF: biases [L, F].
-        w_out_LFD: weight [L, F, D].
-        bias_out_LD: bias [L, D], with all D columns even if experts are cut.
-        activation: a name in `ACTIVATIONS`.
-        memory: memory for large temporaries.
-        choice: how strategy `auto` chooses, see `experts.compute_selection`.
-        main_grad_weights: by field name, the parameters with gradients that the host keeps in
-            `main_grad`. A strategy that uses the fields needs no special code, because
-            `redirect_grad` adds the gradients. A strategy that computes with `operands()` must add
-            these gradients itself, see `kernels.weight_grads`.
-        dropout: probability with which a value after the activation becomes 0. Only strategies with
-            `is_stepwise` support dropout.
-        clamp, linear_offset: settings of gated experts, see `gated`. Only strategies with
-            `is_stepwise` support them.
-        recompute: whether to save the values before the activation for backward and not the values
-            after it. With dropout, the values after dropout are also saved.
-        schedule: schedule of strategy `kernels`, a name in `kernels.groups.SCHEDULES`.
-        keep: stores rows with numbers that only the device knows. Only the strategies in
-            `KEEPS_ROWS` use this function. None lets autograd store the rows.
-        sums: gradients of the calls that share these parameters in one pass. A strategy may add up
-            weight gradients there and return one sum. None if no other call shares the parameters.
-        precision: precision of the products of strategy `kernels`, see `experts.precision`. Other
-            strategies compute with torch's settings.
-        rounded: the module's store of rounded weights, for precisions that round weights. With
-            None, a call rounds the weights itself.
-        adapters: adapters of the same experts by name, "in" (for w_in and w_gate, with adjacent
-            outputs) and "out". Only strategies of `from_matmul` read them.
-        later: object that receives the weight gradients that strategies `fused` and `kernels`
-            postpone in exact precisions. Other strategies compute weight gradients in backward.
+        w_in_LDF, w_gate_LDF: weights [L, D, F], which all have the same floating-point dtype.
+            Experts that are not gated have no gate.
+        bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
+        w_out_LFD: output weight [L, F, D].
+        bias_out_LD: bias [L, D], with all D columns even if experts are split into shards.
+        activation: name of the activation function, a key of `ACTIVATIONS`.
+        memory: source of the memory for large temporary tensors.
+        choice: setting that determines how the strategy `auto` chooses a strategy; see
+            `experts.compute_selection`.
+        main_grad_weights: the parameters whose gradients the host keeps in `main_grad`, by field
+            name. A strategy that uses the fields directly needs no special code, because
+            `redirect_grad` adds the gradients. A strategy that computes with `operands()` must
+            itself add these gradients; see `kernels.weight_grads`.
+        dropout: probability with which a value after the activation is set to 0. This function is
+            used only by the strategies in `KEEPS_ROWS`.
+        clamp, linear_offset: settings of gated experts; see `gated`. These settings are supported
+            only by strategies with `is_stepwise`.
+        recompute: whether to save for backward only the values before the activation, and to
+            recompute the values after it. If dropout is used, the values after dropout are also
+            saved.
+        schedule: schedule of the strategy `kernels`, which is a name in `kernels.groups.SCHEDULES`.
+        keep: function that stores rows whose numbers only the device knows. Only the strategies in
+            `KEEPS_ROWS` use this function. If it is None, autograd stores the rows.
+        sums: object that accumulates the gradients of the calls that share these parameters in one
+            pass. A strategy may add weight gradients to this object and return a single sum. It is
+            None if no other call shares the parameters.
+        precision: precision of the matmuls in the strategy `kernels`; see `experts.precision`.
+            Other strategies use torch's precision settings.
+        rounded: the module's store of rounded weights, for precisions in which weights are rounded.
+            If it is None, a call rounds the weights itself.
+        adapters: adapters of the same experts by name: "in" (for w_in and w_gate, whose outputs are
+            concatenated) and "out". The adapters are read only by strategies that are created by
+            `from_matmul`.
+        later: object that receives the weight gradients that the strategies `fused` and `kernels`
+            postpone in exact precisions. Other strategies compute the weight gradients in backward.
     """
 
     w_in_LDF: Tensor
@@ -111,8 +117,8 @@ class FFNParameters:
     later: LaterGrads | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
-        """Return the object that receives postponed weight gradients, or None to compute them in
-        backward.
+        """Return the object that receives postponed weight gradients, or None if they must be
+        computed in backward.
 
         If no input of the call needs a gradient, no rank waits for a result, and autograd would not
         record the call without its weights.
@@ -121,11 +127,12 @@ class FFNParameters:
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
-        """Return the inputs of one autograd function, and the `main_grad_weights` among them.
+        """Return the inputs of one autograd function, and a mapping of those inputs that are in
+        `main_grad_weights`.
 
-        The inputs are [x, w_in, b_in, w_gate, b_gate, w_out, b_out] with x [R, D] or [T, D]. Under
-        autocast all inputs are cast to its dtype (float64 stays float64), and the mapping is empty,
-        because the fields redirect their gradients themselves.
+        The inputs are [x, w_in, b_in, w_gate, b_gate, w_out, b_out], where x is [R, D] or [T, D].
+        Under autocast all inputs are cast to the autocast dtype (float64 stays float64), and the
+        mapping is empty, because the fields themselves redirect their gradients.
         """
         fields = [x, self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF, self.bias_gate_LF,
                   self.w_out_LFD, self.bias_out_LD]
@@ -153,9 +160,9 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
 
     The matmul multiplies the rows of expert l by matrix l and adds bias l.
 
-    keeps_rows: whether all tensors that autograd saves have their rows in the order of `rows_RI`,
-    so that the rows can be stored elsewhere.
-    elementwise: wraps the activation function.
+    keeps_rows: whether all tensors that autograd saves have their rows in the same order as
+    `rows_RI`, so that the rows can be stored elsewhere.
+    elementwise: function that wraps the activation function.
     """
 
     @functools.wraps(matmul)
@@ -172,7 +179,7 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
 
 def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
                  p: FFNParameters) -> Tensor:
-    """Compute `_ffn`, and store its rows with `p.keep`."""
+    """Compute `_ffn`, and store the rows that it saves with `p.keep`."""
     if torch.is_autocast_enabled(x.device.type):
         # Autograd would save the casts of autocast, and a cast may have the size of rows.
         (x, *tensors), _ = p.operands(x)
@@ -189,10 +196,11 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
                   rows: RowCounts | RowPlan) -> Tensor:
-    """Apply `compute(rows_RD, counts) -> rows_RD` to work in either form; returns x's shape.
+    """Apply `compute(rows_RD, counts) -> rows_RD` to rows or to tokens. The result has the same
+    shape as x.
 
-    x: rows [R, D] with `RowCounts`, or tokens [T, D] with a `RowPlan`. Tokens are gathered into
-    rows before and combined after.
+    x: rows [R, D] if `rows` is a `RowCounts`, or tokens [T, D] if it is a `RowPlan`. Tokens are
+    gathered into rows before the computation, and rows are combined afterwards.
     """
     if not isinstance(rows, RowPlan):
         return compute(x, rows)
@@ -229,9 +237,9 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
 def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
               maps: Sequence[tuple[Tensor, Tensor | None]], adapter: LowRank | None
               ) -> list[Tensor]:
-    """Multiply the same rows by several weights and add the biases.
+    """Multiply the same rows by several weights, and add the biases.
 
-    An adapter for all of these weights needs only two grouped products.
+    An adapter for all of these weights requires only two grouped matmuls.
     """
     if adapter is None:
         return [matmul(rows_RI, counts, w, b) for w, b in maps]
@@ -253,10 +261,11 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
 
 def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, clamp: float = 0.0,
           offset: float = 0.0) -> Tensor:
-    """Return act(gate) * (inner + offset), [R, F].
+    """Return `act(gate) * (inner + offset)`, [R, F].
 
-    With `clamp` > 0, gate is limited to at most clamp, and inner to -clamp..clamp. Source: gpt-oss
-    (OpenAI 2025), with quick_gelu, clamp 7 and offset 1.
+    If `clamp` > 0, gate values are limited to at most `clamp`, and inner values to the range from
+    `-clamp` to `clamp`. Source: gpt-oss (OpenAI 2025), which uses quick_gelu, a clamp of 7 and an
+    offset of 1.
     """
     if clamp:
         gate_RF, inner_RF = gate_RF.clamp(max=clamp), inner_RF.clamp(-clamp, clamp)
@@ -264,14 +273,14 @@ def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, cl
 
 
 def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Compute one matmul per expert with torch's own autograd, which can be differentiated twice.
+    """Compute one matmul per expert with torch's own autograd, which supports second derivatives.
 
     Args:
-        rows_RI: rows [R, I], expert after expert.
-        counts: number of rows per expert.
+        rows_RI: rows [R, I], ordered by expert.
+        counts: number of rows of each expert.
         w_LIO: weights [L, I, O] of the same floating-point dtype.
         b_LO: biases [L, O] of the same dtype, or None.
-    Returns: rows [R, O].
+    Returns: The resulting rows [R, O].
     """
     # The backward of w[l] would allocate a gradient of the full stack for every expert.
     weights = w_LIO.unbind(0)
@@ -284,9 +293,10 @@ def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None)
 
 
 def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Compute one batched matmul over experts padded to the largest load.
+    """Compute one batched matmul over experts that are padded to the largest load.
 
-    Best for many small experts with an even load. Shapes and dtypes are those of `loop`.
+    This strategy is best for many small experts with an even load. The shapes and dtypes are the
+    same as for `loop`.
     """
     longest = max(counts.host)
     # With equal loads the rows already form a batch and need no padding.
@@ -301,10 +311,10 @@ def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Compute torch's grouped GEMM in one launch; fast on GPUs in bf16.
+    """Compute torch's grouped GEMM in a single launch, which is fast on GPUs in bf16.
 
-    Shapes and dtypes are those of `loop`, which computes the cases that the grouped GEMM does not
-    support.
+    The shapes and dtypes are the same as for `loop`, which is used in the cases that the grouped
+    GEMM does not support.
     """
     if grouped_refusal(rows_RI, w_LIO) is not None:
         return loop(rows_RI, counts, w_LIO, b_LO)
@@ -316,7 +326,7 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Return the value of each row's expert, [R, O], with 0 in filler rows."""
+    """Return the value of each row's expert, [R, O], where filler rows contain 0."""
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)
@@ -327,7 +337,7 @@ def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
-    """Return why `grouped` passes these operands to `loop`, or None if it does not."""
+    """Return the reason why `grouped` passes these operands to `loop`, or None if it does not."""
     # torch up to 2.11 raises an error when asked about autocast on the meta device.
     if rows_RI.device.type != "meta" and torch.is_autocast_enabled(rows_RI.device.type):
         return "autocast"
@@ -351,17 +361,16 @@ strategies.register("grouped", why_not=lambda: None
 
 
 def is_stepwise(strategy: Strategy) -> bool:
-    """Return whether a strategy computes in torch operations and supports dropout, clamp and
-    offset.
+    """Return true if a strategy uses torch operations and supports dropout, clamp and offset.
 
-    `stepwise_strategy` returns a strategy that does.
+    `stepwise_strategy` returns a strategy for which this is true.
     """
     return strategy in _STEPWISE
 
 
 def stepwise_strategy() -> Strategy:
-    """Return a strategy that supports dropout, clamp and offset: torch's grouped GEMM, or else
-    batched.
+    """Return a strategy that supports dropout, clamp and offset: torch's grouped GEMM if it is
+    available, otherwise the batched strategy.
     """
     return strategies.get("grouped" if _HAS_GROUPED else "batched")
 

@@ -1,15 +1,17 @@
-"""The matmuls of feed-forward experts over grouped rows, fused with gather and activation.
+"""The matmuls of feed-forward experts over grouped rows, which are fused with gather and
+activation.
 
 Rows are gathered from tokens while they are loaded. The activation is applied before the result is
-stored, and is recomputed in backward. A gated expert's first two products are one operation, and so
-are the two products that compute its input gradient. Each operation has a torch reference in this
-module (exact in float64) and a Triton kernel.
+stored, and is recomputed in backward. The first two matmuls of a gated expert are one operation,
+and so are the two matmuls that compute the gradient of its input. Each operation has a reference
+implementation in torch in this module (exact in float64), and a Triton kernel.
 
-Notation: T tokens, R rows, L groups (experts), I and O widths of a matmul, D and F widths of an
-expert. Tensors have one floating-point dtype unless a docstring says otherwise. With a `token_R`
-(int64 [R], token of each row, or -1 for a row of zeros) x and grad are tokens [T, .]; with None
-they are rows [R, .]. `precision` of float32 products is "ieee", or "tf32", for which the matrix
-units read 11 bits of both operands. References compute with torch's settings.
+Notation: T is the number of tokens, R the number of rows, L the number of groups (experts), I and O
+the widths of a matmul, D and F the widths of an expert. Tensors have the same floating-point dtype
+unless a docstring states otherwise. If `token_R` is given (int64 [R], the token of each row, or -1
+for a row of zeros), x and grad are tokens [T, .]. If it is None, they are rows [R, .]. The
+`precision` of float32 matmuls is "ieee", or "tf32", for which the matrix units read 11 bits of both
+operands. The reference implementations use torch's precision settings.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
 def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
-    """Return the rows of an operation, [R, .], from x and token_R as defined in this module."""
+    """Return the rows of an operation, [R, .], given x and `token_R` as defined in this module."""
     if token_R is None:
         return x
     if x.shape[0] == 0:
@@ -36,15 +38,15 @@ def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
 @op
 def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
-    """Compute rows w + b by group, [R, O] in x's dtype.
+    """Compute `rows @ w + b` for each group, [R, O] in the dtype of x.
 
     Args:
-        x: rows or tokens of width I.
-        groups: rows of each expert.
-        w_LIO: weights [L, I, O], may be a transposed view.
+        x: rows or tokens, whose width is I.
+        groups: number of rows of each expert.
+        w_LIO: weights [L, I, O], which may be a transposed view.
         b_LO: biases [L, O], or None.
-        token_R: token of each row, or None if x contains rows.
-        precision: "ieee" or "tf32".
+        token_R: index of the token of each row, or None if x contains rows.
+        precision: precision of float32 matmuls, "ieee" or "tf32".
     """
     rows_RI = rows_of(x, token_R)
     out_RO = rows_RI.new_empty(rows_RI.shape[0], w_LIO.shape[2])
@@ -58,13 +60,14 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
 @op
 def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tensor, v_LIO: Tensor,
                       precision: str) -> Tensor:
-    """Compute x w + y v by group, [R, O] in x's dtype: a gated expert's input gradient.
+    """Compute `x @ w + y @ v` for each group, [R, O] in the dtype of x. This is the gradient of a
+    gated expert's input.
 
     Args:
-        x_RI, y_RI: rows [R, I].
-        groups: rows of each expert.
-        w_LIO, v_LIO: weights [L, I, O], may be transposed views.
-        precision: "ieee" or "tf32".
+        x_RI, y_RI: the rows [R, I] that are multiplied by w and by v.
+        groups: number of rows of each expert.
+        w_LIO, v_LIO: weights [L, I, O], which may be transposed views.
+        precision: precision of float32 matmuls, "ieee" or "tf32".
     """
     out_RO = expert_matmul.implementation("torch")(x_RI, groups, w_LIO, None, None, precision)
     for group, span in groups.spans():
@@ -76,16 +79,16 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tens
 def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                       token_R: Tensor | None, activation: str,
                       precision: str) -> tuple[Tensor, Tensor]:
-    """Return (h, a), [R, F] each, for plain experts: h = rows w + b and a = act(h).
+    """For plain experts, return (h, a), both [R, F], where `h = rows @ w + b` and `a = act(h)`.
 
     Args:
-        x: rows or tokens of width D.
-        groups: rows of each expert.
-        w_LDF: weights [L, D, F].
+        x: rows or tokens, whose width is D.
+        groups: number of rows of each expert.
+        w_LDF: weights [L, D, F] of the first matmul.
         b_LF: biases [L, F], or None.
-        token_R: token of each row, or None if x contains rows.
-        activation: a name in `ACTIVATIONS`.
-        precision: "ieee" or "tf32".
+        token_R: index of the token of each row, or None if x contains rows.
+        activation: name of the activation function, a key of `ACTIVATIONS`.
+        precision: precision of float32 matmuls, "ieee" or "tf32".
     """
     h_RF = expert_matmul.implementation("torch")(x, groups, w_LDF, b_LF, token_R, precision)
     return h_RF, ACTIVATIONS[activation].value(h_RF)
@@ -95,18 +98,18 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
 def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor | None,
                         v_LDF: Tensor, v_bias_LF: Tensor | None, token_R: Tensor | None,
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (h, gate, a), [R, F] each, for gated experts.
+    """For gated experts, return (h, gate, a), each [R, F].
 
-    h = rows w + b, gate = rows v + v_bias, and a = act(gate) h.
+    The results are `h = rows @ w + b`, `gate = rows @ v + v_bias`, and `a = act(gate) * h`.
 
     Args:
-        x: rows or tokens of width D.
-        groups: rows of each expert.
-        w_LDF, v_LDF: weights [L, D, F].
-        b_LF, v_bias_LF: biases [L, F], both or none.
-        token_R: token of each row, or None if x contains rows.
-        activation: a name in `ACTIVATIONS`.
-        precision: "ieee" or "tf32".
+        x: rows or tokens, whose width is D.
+        groups: number of rows of each expert.
+        w_LDF, v_LDF: weights [L, D, F] of the two first matmuls.
+        b_LF, v_bias_LF: biases [L, F], either both or none of them.
+        token_R: index of the token of each row, or None if x contains rows.
+        activation: name of the activation function, a key of `ACTIVATIONS`.
+        precision: precision of float32 matmuls, "ieee" or "tf32".
     """
     product = expert_matmul.implementation("torch")
     rows_RD = rows_of(x, token_R)
@@ -120,25 +123,26 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Compute the backward of the second matmul and the activation: (grad h, grad gate, scale a,
-    dots).
+    """Compute the backward pass of the second matmul and the activation, and return (grad h, grad
+    gate, scale * a, dots).
 
-    Let u = grad rows w^T and s = scale * u, with a as in the forward operations. For plain experts,
-    grad h = s act'(h), and grad gate is None. For gated experts, grad h = s act(gate) and grad gate
-    = s h act'(gate). The product of (scale a)^T and the grad rows is the gradient of w. dots[r] =
-    <u[r], a[r]> is the gradient of the gate weight, computed without saving output rows.
+    Let `u = grad_rows @ w^T` and `s = scale * u`, where a is defined as in the forward operations.
+    For plain experts, `grad h = s * act'(h)`, and grad gate is None. For gated experts, `grad h = s
+    * act(gate)` and `grad gate = s * h * act'(gate)`. The matmul of `(scale * a)^T` and the
+    gradient rows is the gradient of w. The value `dots[r] = <u[r], a[r]>` is the gradient of the
+    gate weight, which is computed without saving output rows.
 
     Args:
-        grad: gradient of rows or tokens of width D.
-        groups: rows of each expert.
-        w_LFD: weights [L, F, D].
-        h_RF, gate_RF: values [R, F] of the forward pass.
+        grad: gradient of rows or tokens, whose width is D.
+        groups: number of rows of each expert.
+        w_LFD: weights [L, F, D] of the second matmul.
+        h_RF, gate_RF: values [R, F] from the forward pass.
         scale_R: gate weight of each row, float32 [R] (float64 for float64 inputs), or None.
-        token_R: token of each row, or None if grad contains rows.
-        activation: a name in `ACTIVATIONS`.
-        precision: "ieee" or "tf32".
-    Returns: three tensors [R, F], and dots [C, R] in scale's dtype, which must be summed over the C
-        parts (any number). The values of filler rows are arbitrary.
+        token_R: index of the token of each row, or None if `grad` contains rows.
+        activation: name of the activation function, a key of `ACTIVATIONS`.
+        precision: precision of float32 matmuls, "ieee" or "tf32".
+    Returns: Three tensors [R, F], and `dots` [C, R] in the dtype of the scale, which must be summed
+        over the C parts (C may be any number). The values of filler rows are arbitrary.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -148,7 +152,9 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
                             scale_R: Tensor | None,
                             activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Compute the results of `expert_matmul_act_backward` from its first product u, [R, F]."""
+    """Compute the results of `expert_matmul_act_backward` from the result of the first matmul, u
+    [R, F].
+    """
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
     inner_RF = h_RF if gate_RF is None else gate_RF
@@ -168,10 +174,10 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
 @op
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, precision: str) -> Tensor:
-    """Compute rows^T grad rows by group, [L, I, O] in x's dtype, with zeros for a group without
-    rows.
+    """Compute `rows^T @ grad_rows` for each group, [L, I, O] in the dtype of x. The result is zero
+    for a group without rows.
 
-    x, grad: rows or tokens of widths I and O, each with its own token_R.
+    x, grad: rows or tokens of widths I and O, each with a separate `token_R`.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     # A product over no rows writes zeros, so that no group needs special treatment.
@@ -185,11 +191,11 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                            grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
-    """Add `expert_weight_grad` to `into_LIO`, and return `into_LIO`.
+    """Add the result of `expert_weight_grad` to `into_LIO`, and return `into_LIO`.
 
-    The gradient of all experts is never stored separately.
+    The gradient of all experts is never stored in a separate tensor.
 
-    into_LIO: [L, I, O], may have another dtype (float32 with bfloat16 rows).
+    into_LIO: tensor [L, I, O], which may have a different dtype (float32 for bfloat16 rows).
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     for group, span in groups.spans():
@@ -204,9 +210,10 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
 def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups: RowGroups,
                             x_token_R: Tensor | None, precision: str,
                             into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Compute `expert_weight_grad` of two gradients for the same rows of x, or add both to `into`.
+    """Compute `expert_weight_grad` for two gradients of the same rows of x, or add both results to
+    `into`.
 
-    grad_RO, also_RO: rows [R, O], the gradients of a gated expert's first two products.
+    grad_RO, also_RO: gradient rows [R, O] of the first two matmuls of a gated expert.
     """
     grads, args = (grad_RO, also_RO), (groups, x_token_R, None, precision)
     if into is None:
@@ -218,13 +225,13 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 @op
 def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
-    """Compute the sum of (scale * grad rows) by group, [L, O] in grad's dtype.
+    """Compute the sum of `scale * grad_rows` for each group, [L, O] in the dtype of grad.
 
     Args:
-        grad: rows or tokens of width O.
-        groups: rows of each expert.
-        token_R: token of each row, or None if grad contains rows.
-        scale_R: float32 [R] (float64 for float64 inputs), or None.
+        grad: rows or tokens, whose width is O.
+        groups: number of rows of each expert.
+        token_R: index of the token of each row, or None if `grad` contains rows.
+        scale_R: factor of each row, float32 [R] (float64 for float64 inputs), or None.
     """
     grad_RO = rows_of(grad, token_R)
     if scale_R is not None:

@@ -1,13 +1,14 @@
-"""Block-scaled fp8 (e4m3) for rows that are sent, and for the operands of the experts' products.
+"""Block-scaled fp8 (e4m3) for rows that are sent, and for the operands of the experts' matmuls.
 
-A row needs half the bytes of bfloat16 plus one float32 scale per block. For products, 128 values of
-a row, or 128 x 128 values of a weight, share a scale.
+A row requires half the bytes of bfloat16, plus one float32 scale per block. For matmuls, a scale is
+shared by 128 values of a row, or by 128 x 128 values of a weight.
 
-Products are the operations of `expert_matmul` over rows with both operands rounded first, as in
-DeepSeek-V3 (2024, section 3.3). Sums are float32, and weight gradients stay in the layer's dtype.
-For finite inputs of ordinary size every operand x becomes x (1 + e), |e| <= 2^-4, plus at most
-2^-10 of its block's scale. The error of a product of K terms is therefore at most sum |x w| (2^-3 +
-2^-8) plus this floor. With normally distributed values the error is about 4 % of the result's norm.
+The matmuls are the operations of `expert_matmul` over rows whose operands are both rounded first,
+as in DeepSeek-V3 (2024, section 3.3). Sums are computed in float32, and weight gradients stay in
+the layer's dtype. For finite inputs of ordinary magnitude, every operand x becomes `x (1 + e)` with
+|e| <= 2^-4, plus an error of at most 2^-10 of the scale of its block. The error of a sum of
+K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus this floor. For normally distributed
+values the error is about 4 % of the norm of the result.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal number: a scale of 0 would giv
 
 @op
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return (codes e4m3 [R, D], scales float32 [R, ceil(D / block)]), where x is about codes *
-    scale.
+    """Return the codes, e4m3 [R, D], and the scales, float32 [R, ceil(D / block)], such that x is
+    approximately codes * scale.
 
-    scale = largest finite |x| of the block / 448, or 1 for a block of zeros. Let b be the largest
-    value of a block, with 2^-110 <= b < 2^127. The error of a finite x in this block is at most
-    2^-4 |x| + 2^-18 b, because e4m3 has four significant bits down to 2^-6 scales, and steps of
-    2^-9 scales below. Values that are not finite become NaN.
+    The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. Let
+    b be the largest absolute value in a block, where 2^-110 <= b < 2^127. The error of a finite
+    value x in this block is at most 2^-4 |x| + 2^-18 b, because e4m3 has four significant bits down
+    to 2^-6 times the scale, and steps of 2^-9 times the scale below that. Values that are not
+    finite become NaN.
 
     Args:
         x_RD: rows of any floating-point dtype.
@@ -53,13 +55,14 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @op
 def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """Return codes * scale in `dtype`, [R, D]: the inverse of `quantize_fp8` up to its rounding.
+    """Return `codes * scale` in `dtype`, [R, D], which is the inverse of `quantize_fp8` up to
+    rounding.
 
     Args:
-        codes_RD: e4m3 [R, D].
-        scales_RB: float32 [R, ceil(D / block)].
+        codes_RD: codes of the rows, e4m3 [R, D].
+        scales_RB: scales of the blocks, float32 [R, ceil(D / block)].
         block: number of values that share a scale.
-        dtype: dtype of the result.
+        dtype: dtype of the resulting tensor.
     """
     width = codes_RD.shape[1]
     x_RBN = _blocks(codes_RD.float(), block) * scales_RB[:, :, None]
@@ -74,10 +77,11 @@ def _blocks(x_RD: Tensor, block: int) -> Tensor:
 
 @op
 def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (codes e4m3 [L, I, O], scales float32 [L, ceil(I / 128), ceil(O / 128)]) of a weight.
+    """Return the codes, e4m3 [L, I, O], and the scales, float32 [L, ceil(I / 128), ceil(O / 128)],
+    of a weight.
 
-    Scales and rounding are those of `quantize_fp8`. The memory layout of the codes is [L, O, I],
-    because matrix units read 8-bit operands along the sum.
+    The scales and the rounding are the same as in `quantize_fp8`. The memory layout of the codes is
+    [L, O, I], because matrix units read 8-bit operands along the summed dimension.
 
     w_LIO: weight of any floating-point dtype and strides.
     """
@@ -100,15 +104,16 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """Compute rows w + b by group, [R, O] in `dtype`, from operands that are codes * scales.
+    """Compute `rows @ w + b` for each group, [R, O] in `dtype`, from operands given as codes and
+    scales.
 
     Args:
-        codes, scales: rows or tokens of width I, see `quantize_fp8` with blocks of 128.
-        groups: rows of each expert.
-        codes_LIO, scales_LHW: weights, see `quantize_weights_fp8`.
+        codes, scales: rows or tokens of width I; see `quantize_fp8` with blocks of 128.
+        groups: number of rows of each expert.
+        codes_LIO, scales_LHW: weights; see `quantize_weights_fp8`.
         b_LO: biases [L, O] in `dtype`. Optional.
         token_R: see `kernels.expert_matmul`.
-        dtype: dtype of the result.
+        dtype: dtype of the resulting tensor.
     """
     wide = torch.promote_types(dtype, torch.float32)
     rows = dequantize_fp8.implementation("torch")(codes, scales, BLOCK, wide)
@@ -121,7 +126,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
 
 
 class Fp8Weight(RoundedWeight):
-    """A weight in fp8. The products below accept it in place of a tensor.
+    """A weight that is stored in fp8. The matmuls below accept it in place of a tensor.
 
     codes_LIO, scales_LHW: see `quantize_weights_fp8`.
     """
@@ -132,17 +137,19 @@ class Fp8Weight(RoundedWeight):
 
     @classmethod
     def of(cls, w_LIO: Tensor) -> Fp8Weight:
-        """Round w_LIO [L, I, O] to fp8."""
+        """Round the weight `w_LIO` [L, I, O] to fp8."""
         return cls(*quantize_weights_fp8(w_LIO))
 
     def transpose(self, first: int, second: int) -> Fp8Weight:
-        """Exchange axes 1 and 2, with codes laid out along the sum of the transposed product.
+        """Swap axes 1 and 2, and store the codes along the summed dimension of the transposed
+        matmul.
 
-        The result is computed once. The blocks are square, so the rounded values do not change.
+        The result is computed only once. The blocks are square, so the rounded values do not
+        change.
         """
         if {first, second} != {1, 2}:
-            raise ValueError(f"A weight in fp8 cannot exchange axes {first} and {second}. Only "
-                             "axes 1 and 2 can be exchanged, because blocks lie in these axes.")
+            raise ValueError(f"Axes {first} and {second} of a weight in fp8 cannot be swapped. "
+                             "Only axes 1 and 2 can be swapped, because blocks lie in these axes.")
         if self._transposed is None:
             # Copied as bytes, because copies of fp8 are slow or missing on some devices.
             codes = self.codes_LIO.view(torch.uint8).contiguous().view(self.codes_LIO.dtype)
@@ -152,7 +159,9 @@ class Fp8Weight(RoundedWeight):
 
 
 class Fp8Products(RoundedProducts):
-    """Products over rows in fp8. Weight gradients are computed from unrounded operands."""
+    """Matmuls over rows in fp8. Weight gradients are computed from operands that are not
+    rounded.
+    """
 
     def weight(self, w_LIO: Tensor, backward: bool) -> Fp8Weight:
         """Round a weight; see `RoundedProducts.weight`."""
@@ -164,7 +173,7 @@ class Fp8Products(RoundedProducts):
 
     def product(self, rows: tuple[Tensor, Tensor], groups: RowGroups, weight: Fp8Weight,
                 b_LO: Tensor | None, token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Multiply rounded operands; see `RoundedProducts.product`."""
+        """Multiply the rounded operands; see `RoundedProducts.product`."""
         return expert_matmul_fp8(*rows, groups, weight.codes_LIO, weight.scales_LHW, b_LO, token_R,
                                  dtype)
 

@@ -1,7 +1,8 @@
-"""Rows in groups, one group per expert, and the tiles that divide a grouped matmul.
+"""Rows in groups, where each group belongs to one expert, and the tiles into which a grouped matmul
+is divided.
 
-This module also contains copies of rows to and from pages, and the transposition of chunks for the
-2DH exchange.
+This module also contains the operations that copy rows to and from pages, and the transposition of
+chunks for the 2DH exchange.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from moe_plugin.records import DeviceCounts, RowCounts
 # is not stored.
 @op
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
-    """Copy the runs of x_N that have a slot to these slots, and return the slots of `pages_SP`, [S,
-    P].
+    """Copy the runs of `x_N` that have a slot to these slots, and return the slots of `pages_SP`,
+    [S, P].
 
     The last run is padded with zeros.
 
     Args:
-        x_N: values [N] of any dtype, N <= M P.
-        record_M: record of the tensor, int64 [M].
-        pages_SP, host_SP: buffers in x's dtype on the device and in host memory, changed in place.
+        x_N: values [N] of any dtype, where N <= M P.
+        record_M: record that describes the tensor, int64 [M].
+        pages_SP, host_SP: buffers on the device and in host memory, which have the dtype of x and
+            are changed in place.
     """
     size, pages = pages_SP.shape[1], record_M.shape[0]
     x_MP = F.pad(x_N, (0, pages * size - x_N.shape[0])).view(pages, size)
@@ -47,15 +49,16 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 @op
 def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
                enough: Tensor) -> Tensor:
-    """Return the first `length` elements that a record describes, [length].
+    """Return the first `length` elements of the tensor that a record describes, [length].
 
     Elements without a slot have arbitrary values.
 
     Args:
-        record_M: record of the tensor, int64 [M], length <= M P.
+        record_M: record that describes the tensor, int64 [M], where length <= M P.
         pages_SP, host_SP: floating-point buffers on the device and in host memory.
-        length: number of elements.
-        enough: bool scalar on the device. If False, all elements of the result are NaN.
+        length: number of elements in the result.
+        enough: bool scalar tensor on the device. If it is False, all elements of the result are
+            NaN.
     """
     device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, device_slot_M)
@@ -66,7 +69,9 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each run in both buffers, or the last slot for runs stored elsewhere."""
+    """Return the slot of each run in both buffers. For runs that are not stored there, return the
+    last slot.
+    """
     device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
     on_host_M = record_M >= device_slots
     return (torch.where(on_host_M | (record_M < 0), device_slots, record_M),
@@ -75,11 +80,12 @@ def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor,
 
 @op
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder equal chunks of dimension 0 from [outer, inner] order to [inner, outer] order.
+    """Reorder equal chunks of dimension 0 from the order [outer, inner] to the order [inner,
+    outer].
 
-    In 2DH (Tutel), chunks by destination rank (node, local) become chunks by (local, node), so that
-    the exchange inside the node sends one contiguous piece to each neighbour. Swapping the factors
-    reverses this.
+    In 2DH (Tutel), chunks ordered by destination rank (node, local) are reordered by (local, node),
+    so that the exchange inside the node sends one contiguous piece to each neighbor. A second call
+    with swapped factors reverses this operation.
 
     x: tensor [outer * inner * c, ...] of any dtype. The result has the same shape and dtype.
     """
@@ -95,17 +101,18 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
 @op
 def tile_table(lengths_L: Tensor, height: int, total: int,
                least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tiles as (group, first row, used): int32 [M], int32 [M], and the number of tiles
-    [1].
+    """Return the tiles as (group, first row, used), which are int32 [M], int32 [M], and the number
+    of tiles [1].
 
-    No tile spans two groups. The host does not wait for the device. M = total // height + L is an
-    upper bound for any lengths; unused entries at the end have group -1 and row 0.
+    No tile spans two groups. The host does not wait for the device. The number M = total // height
+    + L is an upper bound for any lengths. Unused entries at the end have group -1 and row 0.
 
     Args:
-        lengths_L: int64 [L], number of rows of each group. The groups lie one after the other.
-        height: rows of a tile.
-        total: number of rows of all groups, or an upper bound.
-        least: number of tiles of a group without rows, 0 or 1.
+        lengths_L: int64 [L], number of rows of each group. The rows of the groups are stored one
+            after another.
+        height: number of rows in a tile.
+        total: number of rows of all groups together, or an upper bound of it.
+        least: number of tiles of a group without rows, which is 0 or 1.
     """
     groups, device = lengths_L.numel(), lengths_L.device
     if groups == 0:
@@ -123,19 +130,21 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
 
 
 def most_tiles(groups: int, height: int, total: int) -> int:
-    """Return M of `tile_table`: the largest number of tiles that `total` rows in `groups` can form.
+    """Return the length M of the table `tile_table`, which is the largest number of tiles that
+    `total` rows in `groups` groups can form.
     """
     return total // height + groups if groups else 0
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How a kernel's programs process their tiles. All schedules compute the same bits.
+    """The way in which the programs of a kernel process their tiles. All schedules give bitwise
+    equal results.
 
     Attributes:
-        specialize: whether some warps load, some multiply and some store. Applies to products of
-            one matrix with rows that lie in order.
-        split: number of parts in which half of a tile's columns is stored, 1 or 2.
+        specialize: whether some warps load operands, some multiply, and some store results. This
+            applies to matmuls with a single matrix whose rows are in order.
+        split: number of parts (1 or 2) in which half of a tile's columns is stored.
     """
 
     specialize: bool = False
@@ -149,17 +158,18 @@ SCHEDULES = {"": TileSchedule(), "split": TileSchedule(split=2),
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Tables of row counts on one device, without a copy from the device to the host.
+    """Tables of row counts on one device, which are created without a copy from the device to the
+    host.
 
-    Rows after those of the last group (filler, see `DeviceCounts`) belong to no group.
+    Rows after the rows of the last group (filler, see `DeviceCounts`) belong to no group.
 
     Attributes:
         counts: number of rows of each group.
-        device: device of the tables.
-        beside: whether other kernels, those of an exchange, run at the same time as products over
-            these rows.
-        schedule: a name in `SCHEDULES`, for products computed by Triton. A name and not an object,
-            because graphs can store names.
+        device: device on which the tables are stored.
+        beside: whether other kernels (of an exchange) run at the same time as matmuls over these
+            rows.
+        schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. It is
+            a name and not an object, because graphs can store names.
     """
 
     counts: RowCounts
@@ -173,7 +183,7 @@ class RowGroups:
 
     @property
     def total(self) -> int:
-        """Number R of rows of all groups and filler."""
+        """Number R of rows in all groups, including filler."""
         return self.counts.total
 
     @property
@@ -183,17 +193,19 @@ class RowGroups:
 
     @cached_property
     def lengths_L(self) -> Tensor:
-        """Number of rows of each group, int64 [L] on the device."""
+        """The number of rows of each group, int64 [L] on the device."""
         return self.counts.device(self.device)
 
     @cached_property
     def ends_L(self) -> Tensor:
-        """First row after each group, int32 [L] on the device."""
+        """The index of the first row after each group, int32 [L] on the device."""
         return self.lengths_L.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def group_R(self) -> Tensor:
-        """Group of each row, int64 [R] on the device. Filler is assigned to the last group."""
+        """The index of the group of each row, int64 [R] on the device. Filler rows are assigned to
+        the last group.
+        """
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
             group_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)
@@ -201,8 +213,8 @@ class RowGroups:
         return torch.repeat_interleave(self.lengths_L, output_size=self.total)
 
     def spans(self) -> Iterator[tuple[int, slice]]:
-        """Yield (group, its rows), including empty groups. Waits for lengths that only the device
-        knows.
+        """Yield (group, slice of its rows) for each group, including empty groups. If only the
+        device knows the lengths, this method waits for them.
         """
         start = 0
         for group, count in enumerate(self.counts.lengths()):
@@ -210,19 +222,21 @@ class RowGroups:
             start += count
 
     def tiles(self, height: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (group, first row, used) of the tiles of `height` rows, see `tile_table`.
+        """Return (group, first row, used) of tiles that have `height` rows; see `tile_table`.
 
-        The table is computed once for all products with this height and these groups.
+        The table is computed once for all matmuls with this height and these groups.
         """
         if (height, least) not in self._tables:
             self._tables[height, least] = tile_table(self.lengths_L, height, self.total, least)
         return self._tables[height, least]
 
     def filled(self, step: int) -> tuple[RowGroups, Tensor]:
-        """Pad each group to a multiple of `step` rows, at least `step`, and return (groups, row_P).
+        """Pad each group to a multiple of `step` rows that is at least `step`, and return (groups,
+        row_P).
 
-        row_P contains the row at each of the P positions, int64 [P], or -1 for padding. The result
-        is computed once for all products of blocks of rows. The host does not wait for the device.
+        The tensor `row_P`, int64 [P], contains the index of the row at each of the P positions, or
+        -1 for padding. The result is computed once for all matmuls with blocks of rows. The host
+        does not wait for the device.
         """
         if step not in self._filled:
             self._filled[step] = self._fill(step)

@@ -1,11 +1,11 @@
-"""Products and functions of rows with bits that do not depend on the other rows.
+"""Matmuls and functions of rows whose bits do not depend on the other rows.
 
-A library chooses the summation order of a matrix product by the number of rows, and computes the
-last elements of a tensor differently from elements that fill its vector registers. The same token
-therefore gets other bits in another batch. This module multiplies all rows in blocks of `BLOCK`
-rows with the same memory alignment, where the last block is padded. Elements are computed in pieces
-that fill all registers. A test, run once per size, checks whether the library treats all rows of a
-block identically. Gradients are computed from all rows at once, as usual.
+A library chooses the summation order of a matmul by the number of rows, and computes the last
+elements of a tensor differently from elements that fill its vector registers. Therefore the same
+token gets different bits in a different batch. This module multiplies all rows in blocks of `BLOCK`
+rows that have the same memory alignment. The last block is padded. Elements are computed in pieces
+that fill all vector registers. A test, which runs once for each size, checks that the library
+treats all rows of a block identically. Gradients are computed from all rows at once, as usual.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class _InBlocks(torch.autograd.Function):
 @functools.cache
 def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
                    device: torch.device) -> None:
-    """Raise `ValueError` if the bits of a row depend on its position in a block of this size."""
+    """Raise a `ValueError` if the bits of a row depend on the position of the row in a block of
+    this size.
+    """
     random = torch.Generator("cpu").manual_seed(0)
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
@@ -80,21 +82,22 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
         result_BO[places_B] = out_BO
         if not torch.equal(result_BO, result_NBO[0]):
             raise ValueError(
-                f"batch_invariant=True cannot be used for products of [{BLOCK}, {shape[0]}] by "
+                f"batch_invariant=True cannot be used for matmuls of [{BLOCK}, {shape[0]}] by "
                 f"{tuple(shape)} in {dtype} on this {device.type}, because its library sums the "
                 "rows of a block in different orders. Use another dtype or width.")
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
-    """Compute x w, [R, O], differentiable once; the bits of a row depend only on this row and w.
+    """Compute `x @ w`, [R, O], with support for first derivatives. The bits of a row depend only on
+    this row and on w.
 
     Args:
-        x_RI: rows [R, I].
-        w_IO: weights [I, O] of the same floating-point dtype. Under autocast both operands are
-            cast.
+        x_RI: rows [R, I] that are multiplied.
+        w_IO: weights [I, O] whose floating-point dtype is the same as that of the rows. Under
+            autocast both operands are cast.
     Raises:
-        ValueError: this machine's library computes the rows of a block in different orders, or
-            torch.func or torch.export transforms the call.
+        ValueError: If this machine's library computes the rows of a block in different orders, or
+            if torch.func or torch.export transforms the call.
     """
     if transformed() or exporting():
         raise ValueError("batch_invariant=True cannot be used with torch.func and torch.export. "
@@ -107,7 +110,7 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function that computes pieces of `PIECE` elements, padding the last
+    """Return an elementwise function that processes pieces of `PIECE` elements and pads the last
     piece.
     """
     def pieces(x: Tensor) -> Tensor:
@@ -120,12 +123,12 @@ def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 class ScoreInPieces(ScoreFunction):
-    """Another score function, computed in pieces; routing then runs step by step.
+    """A score function other than sigmoid, computed in pieces. Routing then runs step by step.
 
-    A sigmoid is computed in pieces. The softmax is torch's softmax.
+    The sigmoid score function, computed in pieces. The softmax is computed by torch.
 
     Raises:
-        ValueError: the score function is user-defined, because it may read a whole row.
+        ValueError: If the score function is user-defined, because it may read a whole row.
     """
 
     def __init__(self, score: ScoreFunction) -> None:
@@ -143,7 +146,9 @@ class ScoreInPieces(ScoreFunction):
 
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Loop over experts with products in blocks. Shapes and dtypes are those of `loop`."""
+    """The strategy `loop`, with matmuls in blocks of rows. The shapes and dtypes are the same as
+    for `loop`.
+    """
     outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:

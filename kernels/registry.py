@@ -1,4 +1,6 @@
-"""The registry of operations: a torch implementation for each, and faster ones for some devices."""
+"""The registry of operations, each of which has a torch implementation, and faster implementations
+for some devices.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation: a torch reference that is also reasonably fast on a CPU, and implementations
-    for devices.
+    """An operation with a torch reference that is also reasonably fast on a CPU, and with
+    implementations for other devices.
 
-    `add(name, why_not)` registers an implementation. `why_not(*args)` returns None if the
-    implementation supports these arguments, and else the reason. A call uses the most recently
-    added implementation that supports its arguments.
+    `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
+    the implementation supports these arguments, and otherwise the reason why it does not. A call
+    uses the most recently added implementation that supports the arguments.
 
     Attributes:
         interpreted: whether implementations for GPUs run on the CPU in Triton's interpreter.
@@ -34,10 +36,10 @@ class Op:
 
     def add(self, name: str, why_not: Callable[..., str | None],
             on_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator that registers another implementation.
+        """Return a decorator that registers an additional implementation.
 
-        on_cpu: whether the implementation may receive tensors on a CPU. False allows them only
-        while `interpreted` is set.
+        on_cpu: whether the implementation may receive tensors on a CPU. If it is False, such
+        tensors are allowed only while `interpreted` is set.
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +51,7 @@ class Op:
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """Remove all implementations that were added inside this context when it ends."""
+        """At the end of this context, remove all implementations that were added inside it."""
         before = dict(self._implementations), self._others_on_cpu
         try:
             yield
@@ -57,7 +59,7 @@ class Op:
             self._implementations, self._others_on_cpu = before
 
     def names(self) -> list[str]:
-        """Return the names of all implementations, the reference first."""
+        """Return the names of all implementations, with the reference first."""
         return list(self._implementations)
 
     def implementation(self, name: str) -> Callable[..., Any]:
@@ -70,15 +72,15 @@ class Op:
         return self._implementations[name][0]
 
     def why_not(self, name: str, *args: Any) -> str | None:
-        """Return why the implementation `name` does not support these arguments, or None if it
-        does.
+        """Return the reason why the implementation `name` does not support these arguments, or None
+        if it does.
         """
         self.implementation(name)
         why_not = self._implementations[name][1]
         return None if why_not is None else why_not(*args)
 
     def choose(self, *args: Any) -> str:
-        """Return the name of the implementation that a call with these arguments uses."""
+        """Return the name of the implementation that is used in a call with these arguments."""
         # The last candidate is the torch reference, which supports all arguments.
         for name, (_, why_not) in reversed(self._implementations.items()):
             if why_not is None or why_not(*args) is None:
@@ -97,13 +99,15 @@ kernels: Registry[Op] = Registry("kernel")
 
 
 def op(fn: Callable[..., Any]) -> Op:
-    """Decorate a torch reference and register it as an operation with the function's name."""
+    """Decorate a torch reference, and register it as an operation under the name of the
+    function.
+    """
     operation = Op(fn.__name__, fn)
     kernels.register(fn.__name__)(operation)
     return operation
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums: float32, or float64 for float64 inputs."""
+    """Return the dtype in which sums are computed: float32, or float64 for float64 inputs."""
     # `promote_types` would take as long as a whole operation.
     return dtype if dtype == torch.float64 else torch.float32

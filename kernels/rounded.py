@@ -1,8 +1,9 @@
-"""Products with operands that are rounded first: the code that fp8 and the block formats share.
+"""Matmuls with operands that are rounded first, which is the code that fp8 and the block formats
+share.
 
-A format rounds rows and weights and multiplies them. `RoundedProducts` turns this into the
-operations of `expert_matmul` over rows. Weights are rounded once for the products of a forward
-pass, its recomputation and its backward pass, not at each use (`RoundedWeights`).
+A format defines how rows and weights are rounded and multiplied. `RoundedProducts` uses a format to
+implement the operations of `expert_matmul` over rows. Weights are rounded once for the matmuls of a
+forward pass, its recomputation and its backward pass, rather than at each use (`RoundedWeights`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from moe_plugin.kernels.groups import RowGroups
 
 
 class RoundedWeight:
-    """A weight in a format. Products accept it in place of a tensor."""
+    """A weight that is stored in a format. Matmuls accept this object in place of a tensor."""
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """Exchange axes 1 and 2, as backward products need. Other axes are not supported."""
+        """Swap axes 1 and 2, as required by the matmuls of backward. Other axes cannot be
+        swapped.
+        """
         raise NotImplementedError
 
 
@@ -32,37 +35,40 @@ Weight = Tensor | RoundedWeight
 
 
 class RoundedProducts:
-    """The products over rows in one format. The signatures are those in `kernels.expert_matmul`."""
+    """The matmuls over rows in one format. The signatures are the same as in
+    `kernels.expert_matmul`.
+    """
 
     def weight(self, w_LIO: Tensor, backward: bool) -> RoundedWeight:
-        """Round a weight for a product that sums over I.
+        """Round a weight for a matmul that sums over the axis I.
 
         backward: whether the transposed weight is also needed.
         """
         raise NotImplementedError
 
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Any:
-        """Round rows or tokens [., I]."""
+        """Round rows or tokens of shape [., I]."""
         raise NotImplementedError
 
     def grads(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Any:
-        """Round gradients of rows or tokens, like `rows`."""
+        """Round gradients of rows or tokens, with the same arguments as `rows`."""
         return self.rows(x, groups, token_R)
 
     def product(self, rows: Any, groups: RowGroups, weight: Any, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute rows w + b by group, [R, O] in `dtype`, from operands that `rows` and `weight`
-        returned.
+        """Compute `rows @ w + b` for each group, [R, O] in `dtype`, from operands that were
+        returned by `rows` and `weight`.
         """
         raise NotImplementedError
 
     def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...] | None:
-        """Compute rows^T grad rows by group from rounded operands, for each gradient, [L, I, O] in
-        x's dtype.
+        """For each gradient, compute `rows^T @ grad_rows` for each group from rounded operands, [L,
+        I, O] in the dtype of x.
 
-        The result is None if the format computes weight gradients from unrounded operands.
+        The result is None if the format computes weight gradients from operands that are not
+        rounded.
         """
         return None
 
@@ -74,30 +80,32 @@ class RoundedProducts:
 
     def plain(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
               token_R: Tensor | None, precision: str) -> Tensor:
-        """`expert_matmul` with rounded operands."""
+        """The operation `expert_matmul` with rounded operands."""
         return self._times(self.rows(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
     def back(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
              token_R: Tensor | None, precision: str) -> Tensor:
-        """`expert_matmul` with rounded operands, where x is a gradient."""
+        """The operation `expert_matmul` with rounded operands, where x is a gradient."""
         return self._times(self.grads(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
     def sum(self, x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
             precision: str) -> Tensor:
-        """`expert_matmul_sum` with rounded operands."""
+        """The operation `expert_matmul_sum` with rounded operands."""
         return self.back(x_RI, groups, w_LIO, None, None, precision).add_(
             self.back(y_RI, groups, v_LIO, None, None, precision))
 
     def act(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
             token_R: Tensor | None, activation: str, precision: str) -> tuple[Tensor, Tensor]:
-        """`expert_matmul_act` with rounded operands."""
+        """The operation `expert_matmul_act` with rounded operands."""
         h_RF = self.plain(x, groups, w_LDF, b_LF, token_R, precision)
         return h_RF, ACTIVATIONS[activation].value(h_RF)
 
     def gated(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
               v_LDF: Weight, v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
               precision: str) -> tuple[Tensor, Tensor, Tensor]:
-        """`expert_matmul_gated` with rounded operands. The rows are rounded once."""
+        """The operation `expert_matmul_gated` with rounded operands. The rows are rounded only
+        once.
+        """
         rows = self.rows(x, groups, token_R)
         h_RF = self._times(rows, groups, w_LDF, b_LF, token_R, x.dtype)
         gate_RF = self._times(rows, groups, v_LDF, v_bias_LF, token_R, x.dtype)
@@ -107,7 +115,7 @@ class RoundedProducts:
                      gate_RF: Tensor | None, scale_R: Tensor | None, token_R: Tensor | None,
                      activation: str,
                      precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """`expert_matmul_act_backward` with rounded operands."""
+        """The operation `expert_matmul_act_backward` with rounded operands."""
         u_RF = self.back(grad, groups, w_LFD.transpose(1, 2), None, token_R, precision)
         return back_through_activation(u_RF, h_RF, gate_RF, scale_R, activation)
 
@@ -118,11 +126,11 @@ class _Made:
 
     Attributes:
         weight: the rounded weight.
-        parameter: a weak reference to the parameter.
-        version: the parameter's version counter.
-        address: address of the parameter's memory.
+        parameter: weak reference to the parameter.
+        version: value of the parameter's version counter.
+        address: memory address of the parameter.
         dtype: dtype of the value that was rounded.
-        spent: whether a backward pass has used the weight.
+        spent: whether a backward pass has already used the rounded weight.
     """
 
     weight: RoundedWeight
@@ -133,7 +141,7 @@ class _Made:
     spent: bool = False
 
     def still(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Return whether the rounded weight still equals the parameter's value, as far as can be
+        """Return true if the rounded weight still equals the parameter's value, as far as can be
         determined.
         """
         return (not self.spent and self.parameter() is parameter and self.dtype == dtype
@@ -141,12 +149,12 @@ class _Made:
 
 
 class RoundedWeights:
-    """The rounded weights of one module by name, from the first use in a step onwards.
+    """The rounded weights of one module by name, which are stored from their first use in a step.
 
-    A weight is rounded again if its version counter or its memory has changed, or after a backward
-    pass has used it. After a backward pass an optimizer may step. Optimizers that keep a copy or
-    shards of the parameters write without changing a version counter (`parameter.data`, Megatron's
-    buffers, FSDP2's all-gather).
+    A weight is rounded again if its version counter or its memory address has changed, or after a
+    backward pass has used it. After a backward pass, an optimizer may change the parameters.
+    Optimizers that keep a copy or shards of the parameters change them without changing a version
+    counter (`parameter.data`, Megatron's buffers, FSDP2's all-gather).
     """
 
     def __init__(self) -> None:
@@ -154,7 +162,9 @@ class RoundedWeights:
 
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
-        """Return a parameter's value in the format. w_LIO: the value, possibly cast."""
+        """Return a parameter's value in the format. w_LIO: value of the parameter, which may have
+        been cast.
+        """
         rounded = self._made.get(name)
         if rounded is None or not rounded.still(parameter, w_LIO.dtype):
             # Always for backward, because the recomputation of a checkpoint reuses a weight that
@@ -166,25 +176,26 @@ class RoundedWeights:
         return rounded.weight
 
     def spent(self) -> None:
-        """Note that a backward pass has used the weights."""
+        """Record that a backward pass has used the weights."""
         for rounded in self._made.values():
             rounded.spent = True
 
 
 @dataclass(frozen=True)
 class RoundedCall:
-    """The rounded weights of one call, for its forward and its backward pass.
+    """The rounded weights of one call, which are used in its forward and its backward pass.
 
     Attributes:
-        weights: maps the field names of `FFNParameters` to rounded weights.
-        kept: the module's store of rounded weights. None if the weights belong to this call only.
+        weights: mapping from the field names of `FFNParameters` to rounded weights.
+        kept: the store of rounded weights that belongs to the module. It is None if the weights
+            belong to this call only.
     """
 
     weights: Mapping[str, RoundedWeight]
     kept: RoundedWeights | None
 
     def spent(self) -> None:
-        """Note that this call's backward pass has run."""
+        """Record that the backward pass of this call has run."""
         if self.kept is not None:
             self.kept.spent()
 
@@ -195,10 +206,11 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
     """Return the rounded weights of one call.
 
     Args:
-        products: the products of the format.
-        kept: the module's store of rounded weights. With None, no rounded weight outlives the call.
+        products: the matmuls of the format.
+        kept: the store of rounded weights that belongs to the module. If it is None, no rounded
+            weight is kept after the call.
         parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
-        values: the multiplied values by name: the parameters, or casts of them.
+        values: the values that are multiplied, by name, which are the parameters or casts of them.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing:  # a replayed CUDA graph must round the weights of its own step

@@ -1,14 +1,16 @@
-"""Scores, the k best experts, their weights and all balance statistics in one pass over the logits.
+"""Computation of scores, the k best experts, their weights and all balance statistics in one pass
+over the logits.
 
-The pass reads only the logits [T, E], which exist anyway, and writes nothing of this size. Ties
-between equal scores go to the lower expert index.
+The pass reads only the logits [T, E], which exist in any case, and writes no tensor of this size.
+If scores are equal, the lower expert index is chosen first.
 
-Notation: T tokens, E experts, K choices. s = score(logits) for a softmax or another
-`ScoreFunction`, and p = s / sum_e s.
+Notation: T is the number of tokens, E the number of experts, K the number of choices per token. The
+scores are `s = score(logits)` for a softmax or another `ScoreFunction`, and `p = s / sum_e s`.
 
-Shapes: logits_TE is float32 (float64). mask_T is bool with True for real tokens, or None if all
-tokens are real. ids_TK and chosen_TK are int64. bias_E is float32 and added to s for the choice
-only. All other tensors have the logits' dtype.
+Shapes and dtypes: `logits_TE` is float32 (or float64). The tensor `mask_T` is bool with True for
+real tokens, or None if all tokens are real. The tensors `ids_TK` and `chosen_TK` are int64. The
+tensor `bias_E` is float32 and is added to s only for the choice. All other tensors have the same
+dtype as the logits.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ TINY = 512  # number of scores up to which launching an operation takes longer t
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest scores, int64 [T, K], decreasing, ties to the lower
-    index.
+    """Return the indices of the k largest scores in decreasing order, int64 [T, K]. Ties go to the
+    lower index.
 
-    `torch.topk` does not define which of two equal scores it returns. `max` and a stable sort do.
-    `argmax` does, too, but takes up to three times as long.
+    `torch.topk` does not define which of two equal scores it returns first. `max` and a stable sort
+    return the first one. `argmax` also returns the first one, but takes up to three times as long.
 
-    scores_TE: floating point [T, E].
+    scores_TE: floating-point scores [T, E].
     """
     if _sorts(scores_TE, k):
         return torch.argsort(scores_TE, dim=1, descending=True, stable=True)[:, :k].contiguous()
@@ -49,7 +51,8 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of `top_k_stable` and their scores [T, K], differentiable in the scores.
+    """Return the indices of `top_k_stable` and their scores [T, K], which are differentiable with
+    respect to the scores.
     """
     # If a gradient is needed, `gather` is used, so that a first pass saves the same tensors as a
     # recomputation with given choices.
@@ -67,19 +70,20 @@ def _sorts(scores_TE: Tensor, k: int) -> bool:
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Return which experts belong to each token's groups, bool [T, E].
+    """Return bool [T, E], true for experts that belong to the groups of the token.
 
-    groups_TG: int64, any number of groups per token.
+    groups_TG: int64 [T, G], indices of any number of groups for each token.
     """
     chosen_TG = torch.zeros(groups_TG.shape[0], groups, dtype=torch.bool, device=groups_TG.device)
     return chosen_TG.scatter_(1, groups_TG, True).repeat_interleave(experts // groups, dim=1)
 
 
 def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tensor:
-    """Return the scores of the `take` best groups of consecutive experts, and -inf elsewhere, [T,
-    E].
+    """Return the scores in the `take` best groups of consecutive experts, and -inf for all other
+    experts, [T, E].
 
-    best: number of largest scores that add up to the score of a group. Ties go to the lower index.
+    best: number of largest scores in a group whose sum is the score of the group. Ties go to the
+    lower index.
     """
     tokens, experts = scores_TE.shape
     scores_TGP = scores_TE.view(tokens, groups, experts // groups)
@@ -91,15 +95,15 @@ def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tens
 
 @dataclass(frozen=True)
 class Rule:
-    """How experts are chosen and weighed.
+    """A rule that determines how experts are chosen and weighted.
 
     Attributes:
-        k: choices per token.
-        normalize: whether weights are divided by max(sum over the choices + add, least).
-        score: the function that turns logits into scores.
-        groups: number of equal groups of consecutive experts. Only experts of the `take` groups
-            with the largest sum of their `best` largest scores may be chosen. With 0 any expert may
-            be chosen.
+        k: number of choices per token.
+        normalize: whether weights are divided by `max(sum over the choices + add, least)`.
+        score: the function that converts logits to scores.
+        groups: number of equal groups of consecutive experts. Only experts in the `take` groups
+            with the largest sum of their `best` largest scores may be chosen. If it is 0, any
+            expert may be chosen.
         z: whether z (and lse) must be computed.
     """
 
@@ -116,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Routed:
-    """The results of `route_top_k`. Weights, importance and z are differentiable."""
+    """The results of `route_top_k`. The weights, importance and z are differentiable."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -127,9 +131,10 @@ class Routed:
 
 def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
                    chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
-    """Compute the same as `route` in single steps with torch's autograd: the reference of `route`.
+    """Compute the results of `route` step by step with torch's autograd, as a reference for
+    `route`.
 
-    s_TE, p_TE: scores of the logits, and their shares.
+    s_TE, p_TE: scores computed from the logits, and the scores divided by their sum.
     """
     ids_TK, weights_TK, _, *sums = _steps(logits_TE, s_TE, p_TE, mask_T, rule, chosen_TK, bias_E)
     return Routed(ids_TK, weights_TK, *sums)
@@ -177,10 +182,11 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
     """Return (ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
 
-    ids are the k largest s + bias, ties to the lower index, or `chosen_TK` if given. weights are
-    the scores s of these experts, divided by their sum with `Rule.normalize`. lse is the logsumexp
-    of the logits. importance_e = sum_t p(t, e), z = sum_t lse(t)^2, and p_log_p = sum_te p log p,
-    each over real tokens. lse and z may be None if `Rule.z` is False.
+    The tensor `ids_TK` contains the experts with the k largest values of s + bias (ties go to the
+    lower index), or `chosen_TK` if it is given. The weights are the scores s of these experts,
+    which are divided by their sum if `Rule.normalize` is true. The tensor `lse` is the logsumexp of
+    the logits. The sums `importance_e = sum_t p(t, e)`, `z = sum_t lse(t)^2` and `p_log_p = sum_te
+    p log p` include only real tokens. `lse` and `z` may be None if `Rule.z` is False.
     """
     s_TE = rule.score.scores(logits_TE)
     return _steps(logits_TE, s_TE, rule.score.shares(s_TE), mask_T, rule, chosen_TK, bias_E,
@@ -199,17 +205,19 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          weights_TK: Tensor, lse_T: Tensor | None, grad_weights_TK: Tensor | None,
                          grad_importance_E: Tensor | None, grad_z: Tensor | None,
                          rule: Rule, sure: bool) -> Tensor:
-    """Compute the gradient of the logits, [T, E], in one pass; a gradient of None counts as zeros.
+    """Compute the gradient of the logits, [T, E], in one pass. A gradient that is None is treated
+    as zeros.
 
-    Let w be the weights of chosen scores s, with gradient g. With normalisation, log s of a choice
-    gets the gradient w (g - <g, w>); without normalisation it gets w g. Without normalisation, a
-    softmax also subtracts s times the sum of w g from all logits. For the importance with gradient
-    G, log s gets p (G - <p, G>). The slope of the score function turns gradients of log s into
-    gradients of logits. z adds 2 lse softmax(logits) grad_z.
+    Let w be the weights of the chosen scores s, and let g be the gradient of w. With normalization,
+    the gradient of log s of a choice is `w (g - <g, w>)`; without normalization it is `w g`.
+    Without normalization, for a softmax, s times the sum of w g is also subtracted from the
+    gradients of all logits. For the importance with gradient G, the gradient of log s is increased
+    by `p (G - <p, G>)`. The slope of the score function converts gradients of log s to gradients of
+    logits. The sum z contributes `2 lse softmax(logits) grad_z`.
 
     Args:
-        lse_T: logsumexp of the logits. Not read without grad_z.
-        sure: whether the sum of a token's chosen scores is so large that normalisation divided by
+        lse_T: logsumexp of the logits of each token. It is not read if there is no `grad_z`.
+        sure: whether the sum of a token's chosen scores is so large that normalization divided by
             exactly this sum.
     """
     s_TE = rule.score.scores(logits_TE)
@@ -242,8 +250,8 @@ def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rul
 
 def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: Tensor, rule: Rule,
                      sure: bool) -> tuple[Tensor, Tensor | None]:
-    """Return (gradient of the chosen logits [T, K], the multiple of s subtracted from all logits
-    [T, 1]).
+    """Return the gradient of the chosen logits [T, K], and the multiple of s that is subtracted
+    from all logits [T, 1].
     """
     pull_TK = weights_TK * grad_TK
     total_T1 = outside_T1 = pull_TK.sum(1, keepdim=True)
@@ -304,10 +312,10 @@ def route(logits_TE: Tensor, mask_T: Tensor | None, rule: Rule, chosen_TK: Tenso
     """Compute `route_top_k`, differentiable.
 
     Args:
-        logits_TE: logits [T, E].
-        mask_T: bool [T], True for real tokens, or None.
-        rule: how experts are chosen and weighed.
-        chosen_TK: given choices, int64 [T, K], or None to choose by the rule.
-        bias_E: bias [E] added to the scores for the choice only, or None.
+        logits_TE: logits [T, E] of all experts.
+        mask_T: bool [T], True for tokens that are not padding, or None.
+        rule: rule that determines how experts are chosen and weighted.
+        chosen_TK: choices that are given, int64 [T, K], or None if experts are chosen by the rule.
+        bias_E: bias [E] that is added to the scores only for the choice, or None.
     """
     return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, bias_E, rule))

@@ -1,14 +1,16 @@
-"""Copies of tokens into rows and rows into tokens, which every dispatcher uses, with gradients.
+"""Differentiable copies of tokens to rows and of rows to tokens, which every dispatcher uses.
 
-Notation: T tokens, K choices, R rows, D width. x, rows and grad have one floating-point dtype.
-weights_TK is float32 (float64). source_R is int64 and contains the choice t*K + j in row r, or -1
-for an empty slot. position_TK is int64 and contains the inverse: the row of a choice, or -1 for no
-row. Each row contains one choice, and each choice is in at most one row.
+Notation: T is the number of tokens, K the number of choices per token, R the number of rows, D the
+width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
+float32 (or float64). The tensor `source_R` is int64 and contains the index t*K + j of the choice in
+row r, or -1 for an empty slot. The tensor `position_TK` is int64 and contains the inverse, which is
+the row of each choice, or -1 for no row. Each row contains one choice, and a choice has at most one
+row.
 
-With `complete`, every choice has a row and every row a choice, so that source_R and position_TK
-contain no -1. If the caller knows this, no work is done to handle -1.
+If `complete` is true, every choice has a row and every row has a choice, so `source_R` and
+`position_TK` contain no -1. If the caller knows this, special handling of -1 is omitted.
 
-NaN or infinity in a row never reaches another token, because values of other tokens are never
+NaN or infinity in a row never affects a different token, because values of other tokens are never
 multiplied by 0.
 """
 
@@ -30,9 +32,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Compute rows[r] = weight(source r) * x[source r // K], [R, D] in x's dtype; 0 for an empty
-    slot.
-    """
+    """Compute `rows[r] = weight(source r) * x[source r // K]`, [R, D], with 0 in empty slots."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -47,10 +47,10 @@ def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | N
 @op
 def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
              complete: bool = False) -> Tensor:
-    """Compute y[t] = sum_j weight(t, j) * rows[position(t, j)], [T, D] in the rows' dtype.
+    """Compute `y[t] = sum_j weight(t, j) * rows[position(t, j)]`, [T, D] in the dtype of the rows.
 
-    Choices without a row add nothing. The sum runs in float32 (float64) in the order of choices, so
-    the result is always the same.
+    Choices without a row add nothing. The sum is computed in float32 (or float64) in the order of
+    choices, so the result is always the same.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     tokens = position_TK.shape[0]
@@ -71,12 +71,12 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 def bags(index_BK: Tensor, scale_BK: Tensor | None,
          dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments of `sum_bags` for rows of `dtype`: (index, scale), [B, K] or [B, 2 K].
+    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, [B, K] or [B, 2 K].
 
-    bfloat16 rows can only be multiplied by bfloat16 factors. A float32 factor is therefore split
-    into two bfloat16 factors with a sum that is off by at most 2^-17. Each row is then read twice,
-    the second time from the cache, whereas a float32 copy of all rows would pass through memory
-    twice. A bfloat16 factor is not split.
+    Rows in bfloat16 can only be multiplied by bfloat16 factors. A float32 factor is therefore split
+    into two bfloat16 factors, whose sum has an error of at most 2^-17. Each row is then read twice,
+    the second time from the cache, whereas a float32 copy of all rows would have to be written to
+    memory and read again. A bfloat16 factor is not split.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -86,11 +86,11 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 
 
 def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
-    """Compute out[b] = sum_j scale[b, j] * x[index[b, j]] on a CPU, [B, D] in x's dtype.
+    """Compute `out[b] = sum_j scale[b, j] * x[index[b, j]]` on a CPU, [B, D] in the dtype of x.
 
-    The sum is computed in float32 (float64) and rounded once.
+    The sum is computed in float32 (or float64) and rounded once.
 
-    index_BK, scale_BK: the results of `bags`; int64 without -1.
+    index_BK, scale_BK: the results of `bags`, whose int64 indices must not contain -1.
     """
     dtype = x_ND.dtype
     if scale_BK is not None:
@@ -104,11 +104,12 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the row that each choice reads, its weight, and which tokens have no row (bool [T]).
+    """Return the row that is read for each choice, the weight of the choice, and which tokens have
+    no row (bool [T]).
 
-    None as weight means 1 for all choices, and None as third result means that every token has a
-    row. A choice without a row reads another row of the same token with weight 0, because a row of
-    another token may contain NaN.
+    If the returned weight is None, all weights are 1. If the third result is None, every token has
+    a row. For a choice without a row, a different row of the same token is read with weight 0,
+    because a row of a different token may contain NaN.
     """
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
     if complete:
@@ -124,7 +125,7 @@ def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
 
 
 def _clear(rows_RD: Tensor, empty_R: Tensor) -> Tensor:
-    """Set the rows with `empty_R` (bool [R]) to zero, in place."""
+    """Set the rows for which `empty_R` (bool [R]) is true to zero, in place."""
     if _on_host(empty_R):
         return rows_RD.index_fill_(0, empty_R.nonzero()[:, 0], 0)  # touches only these rows
     return rows_RD.masked_fill_(empty_R[:, None], 0)
@@ -138,8 +139,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute dw[t, j] = <grad[t], rows[position(t, j)]>, float32 (float64) [T, K]; 0 without a
-    row.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 (float64); 0 without a row.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
@@ -157,9 +157,9 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 
 
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
-    """Compute `dot_rows` on a CPU for operands of one dtype.
+    """Compute `dot_rows` on a CPU for operands that have the same dtype.
 
-    This is the gradient of the factors of an embedding bag, which gives 0 for index -1.
+    The result is the gradient of the factors of an embedding bag, which is 0 for the index -1.
     """
     choices = position_TK.shape[1]
     choice_N = torch.arange(position_TK.numel(), device=position_TK.device)
@@ -171,7 +171,7 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
 
 def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
-    """Compute `dot_rows` on a CPU for 16-bit operands, converted to `dtype` some tokens at a time.
+    """Compute `dot_rows` on a CPU for 16-bit operands, converting a few tokens at a time.
 
     The pieces are small for the reason given in `widened`.
     """
@@ -210,7 +210,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The adjoint of `_Gather`."""
+    """The adjoint operation of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, position_TK: Tensor,
@@ -245,7 +245,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Weigh(torch.autograd.Function):
-    """The adjoint of `_Combine` in its rows, with the gradient of the weights."""
+    """The adjoint of `_Combine` with respect to the rows, and the gradient of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, source_R: Tensor,
@@ -279,14 +279,14 @@ class _Permute(torch.autograd.Function):
 
 @op
 def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
-    """Sum values[c, index] over c, in index's shape and the values' dtype; 0 for index -1.
+    """Sum `values[c, index]` over c. The result has the shape of the index and the dtype of the
+    values, and is 0 for the index -1.
 
-    With this operation numbers move from choices to rows (`RowPlan.source_R`) and back
-    (`position_TK`).
+    It transfers numbers from choices to rows (`RowPlan.source_R`) and back (`position_TK`).
 
     Args:
-        values_CN: values [C, N], summed in order.
-        index: int64 of any shape, or -1.
+        values_CN: values [C, N], which are summed in order.
+        index: int64 indices of any shape, which may be -1.
     """
     if values_CN.shape[1] == 0:
         return values_CN.new_zeros(index.shape)
@@ -294,14 +294,14 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Return the values of choices by row, [R] in their dtype; 0 for an empty slot."""
+    """Return the value of the choice in each row, [R] in its dtype. An empty slot gets 0."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the values of rows by choice, [T, K] in their dtype; 0 for a choice without a row."""
+    """Return the value of each choice's row, [T, K] in its dtype. A choice without a row gets 0."""
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:
@@ -311,7 +311,7 @@ def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) ->
 
 def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, source_R: Tensor,
                        position_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the same as `_Combine.backward`, in operations that autograd can differentiate."""
+    """Compute `_Combine.backward` with operations that autograd can differentiate."""
     # The products with 0 keep the results in the graph.
     if rows_RD.shape[0] == 0 or grad_TD.shape[0] == 0:
         return rows_RD * 0, weights_TK * 0
@@ -322,7 +322,7 @@ def _combine_gradients(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, sou
 
 
 def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
-    """Compute `dot_rows` in operations that autograd can differentiate."""
+    """Compute `dot_rows` with operations that autograd can differentiate."""
     if rows_RD.shape[0] == 0:
         return grad_TD.new_zeros(position_TK.shape)
     dots_TK = (rows_RD[position_TK.clamp(min=0)] * grad_TD[:, None]).sum(-1)
@@ -330,7 +330,7 @@ def _row_dots(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
 
 
 def _plain_rows(x_TD: Tensor, source_R: Tensor, top_k: int) -> Tensor:
-    """Compute `take_rows` without weights, in operations that `torch.func` can differentiate."""
+    """Compute `take_rows` without weights, with operations that `torch.func` can differentiate."""
     if x_TD.shape[0] == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     token_R = torch.div(source_R.clamp(min=0), top_k, rounding_mode="floor")
@@ -338,7 +338,7 @@ def _plain_rows(x_TD: Tensor, source_R: Tensor, top_k: int) -> Tensor:
 
 
 def _plain_sums(rows_RD: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
-    """Compute `sum_rows` in operations that `torch.func` can differentiate."""
+    """Compute `sum_rows` with operations that `torch.func` can differentiate."""
     if rows_RD.shape[0] == 0:
         return rows_RD.new_zeros(position_TK.shape[0], rows_RD.shape[1])
     dtype = accumulate_dtype(rows_RD.dtype)
@@ -351,9 +351,9 @@ def _plain_sums(rows_RD: Tensor, weights_TK: Tensor | None, position_TK: Tensor)
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
                 complete: bool = False) -> Tensor:
-    """Gather tokens [T, D] into rows [R, D], differentiable (Tutel's encode).
+    """Gather tokens [T, D] into rows [R, D] with support for autograd (Tutel's encode).
 
-    The gradient sums each token's rows in the order of choices.
+    The gradient is the sum of each token's rows in the order of choices.
     """
     if transformed():
         return _plain_rows(x_TD, source_R, position_TK.shape[1])
@@ -361,10 +361,11 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
 
 
 def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Gather tokens [T, D], times the weight of each choice, into rows [R, D], differentiable.
+    """Gather tokens [T, D], multiplied by the weight of each choice, into rows [R, D] with support
+    for autograd.
 
     This is Tutel's encode with gates. The gradient of the tokens is a weighted sum of rows, and the
-    gradient of the weights is a row dot.
+    gradient of each weight is the dot product of two rows.
     """
     if transformed():
         rows_RD = _plain_rows(x_TD, source_R, position_TK.shape[1])
@@ -374,9 +375,11 @@ def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: 
 
 def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
                  position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Compute weighted sums of rows [R, D] into tokens [T, D], differentiable (Tutel's decode).
+    """Combine rows [R, D] into tokens [T, D] by weighted sums with support for autograd (Tutel's
+    decode).
 
-    weights_TK: weights of the choices, or None for weights of 1. Their gradient is a row dot.
+    weights_TK: weights of the choices, or None if all weights are 1. The gradient of each weight is
+    the dot product of two rows.
     """
     if transformed():
         return _plain_sums(rows_RD, weights_TK, position_TK)
@@ -386,9 +389,10 @@ def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
 
 
 def permute_rows(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return rows[order], [R, D], differentiable; the gradient is grad[inverse], without a scatter.
+    """Return `rows[order]`, [R, D], with support for autograd. The gradient is `grad[inverse]`,
+    which requires no scatter.
 
-    order_R, inverse_R: int64 [R], inverse permutations of each other.
+    order_R, inverse_R: int64 [R], two permutations that are inverses of each other.
     """
     if transformed():
         return rows_RD.index_select(0, order_R)

@@ -1,5 +1,5 @@
-"""Control over the tensors that autograd saves for backward: rows stored elsewhere, and values that
-are computed again.
+"""Control over the tensors that autograd saves for backward: rows can be stored elsewhere, and
+values can be computed again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ Function = Callable[..., Tensor]
 
 
 def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) -> Tensor:
-    """Compute `consume(produce(*inputs))`, saving only the inputs for backward.
+    """Compute `consume(produce(*inputs))`, and save only the inputs for backward.
 
-    In backward `produce` runs again when `consume` first needs its value. Under torch.compile,
-    which decides itself what to save, this is a plain call.
+    In backward, `produce` runs again when its value is first needed by `consume`. Under
+    torch.compile, which itself decides what to save, this is an ordinary call.
 
     Args:
-        consume: maps one tensor to the result, for example a matmul. Tensors that `consume` saves
-            of its argument, including views, are dropped. A cast of the argument is not dropped.
-        produce: a cheap function without random numbers that returns new memory.
+        consume: function that maps one tensor to the result, for example a matmul. The argument,
+            and views of it, are dropped if `consume` saves them. A copy of the argument that was
+            cast is not dropped.
+        produce: inexpensive function that uses no random numbers and returns new memory.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
         return consume(produce(*inputs))
@@ -53,7 +54,9 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the value with a graph, and its inputs, computed once per backward pass."""
+    """Return the value together with its graph, and its inputs. They are computed once per backward
+    pass.
+    """
     if node.made is None:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]
         with torch.enable_grad():
@@ -62,7 +65,9 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """`produce(*inputs)`, where backward differentiates the second run of `produce`."""
+    """The value of `produce(*inputs)`, for which backward differentiates the second run of
+    `produce`.
+    """
 
     @staticmethod
     def forward(ctx: Any, produce: Function, *inputs: Tensor) -> Tensor:
@@ -84,10 +89,10 @@ class _Produce(torch.autograd.Function):
 
 
 class KeptRows(Protocol):
-    """Rows that backward needs, stored outside of autograd."""
+    """Rows that are needed in backward and are stored outside of autograd."""
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width], in a buffer of the original length. Filler may have any
+        """Return the rows [R, width] in a buffer of the original length. Filler rows may have any
         values.
         """
 
@@ -96,14 +101,16 @@ Keep = Callable[[Tensor, Tensor], KeptRows]  # (rows [R, width], rows per expert
 
 
 class _Buffer:
-    """One stored buffer, with several saved tensors as views."""
+    """A stored buffer of which several saved tensors are views."""
 
     def __init__(self, kept: KeptRows) -> None:
         self._kept = kept
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width], the same tensor as long as any reference to it exists."""
+        """Return the rows [R, width]. The same tensor is returned as long as any reference to it
+        exists.
+        """
         again = self._again()
         if again is None:
             with torch.no_grad():
@@ -114,7 +121,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor described as a part of a buffer."""
+    """A saved tensor that is described as a part of a stored buffer."""
 
     buffer: _Buffer
     size: tuple[int, ...]
@@ -127,7 +134,9 @@ class _View:
 
 
 class _Packer:
-    """Decides which of autograd's saved tensors are rows, and stores each buffer once."""
+    """An object that decides which of autograd's saved tensors are rows, and stores each buffer
+    once.
+    """
 
     def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,
                  widths: Collection[int], others: Collection[int]) -> None:
@@ -137,7 +146,9 @@ class _Packer:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Buffer]]] = {}
 
     def pack(self, saved: Tensor) -> Any:
-        """Return a `_View` if the tensor's rows are stored elsewhere, else the tensor itself."""
+        """Return a `_View` if the rows of the tensor are stored elsewhere, otherwise the tensor
+        itself.
+        """
         part = self._part(saved)
         if part is None:
             return saved
@@ -154,7 +165,9 @@ class _Packer:
         return _View(buffer, tuple(saved.size()), saved.stride(), saved.storage_offset() - start)
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
-        """Return (first element, width) of the rows that a tensor is a view of, or None."""
+        """If a tensor is a view of rows, return (first element, width) of the view, otherwise
+        None.
+        """
         storage = saved.untyped_storage()
         if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
             return None
@@ -175,13 +188,13 @@ def _unpack(packed: Any) -> Tensor:
 @contextlib.contextmanager
 def rows_kept(keep: Callable[[Tensor], KeptRows], x_RD: Tensor, widths: Collection[int],
               others: Collection[Tensor | None]) -> Iterator[None]:
-    """Store the rows that autograd saves inside this context with `keep`.
+    """Store the rows that autograd saves inside this context using `keep`.
 
-    The rows are x_RD [R, D], contiguous, and every other tensor with R times one of `widths`
-    elements. Each tensor of this size that is created inside the context must contain the data of
-    row r of x in its row r.
+    The rows are `x_RD` [R, D], which must be contiguous, and every other tensor whose number of
+    elements is R times one of `widths`. Each tensor of this size that is created inside the context
+    must contain the data of row r of x in its own row r.
 
-    others: tensors that are not rows whatever their size, such as weights.
+    others: tensors that are never treated as rows, regardless of their size, such as weights.
     """
     packer = _Packer(keep, x_RD, widths,
                      {t.untyped_storage()._cdata for t in others if t is not None})

@@ -1,7 +1,8 @@
-"""Scores of experts: logits in float32 from tokens with fewer bits, and score functions by name.
+"""Scores of experts: computation of float32 logits from tokens with fewer bits, and score functions
+by name.
 
-A score function is one class with its formula, its gradient, and the list of kernels that implement
-it.
+A score function is a class that contains its formula, its gradient, and the list of kernels that
+implement it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _MANY = 64  # tokens from which the work takes longer than launching four operat
 
 
 class ScoreFunction:
-    """Base class of score functions. A subclass must define `scores`; everything else is optional.
+    """Base class of score functions. A subclass must define `scores`; all other members are
+    optional.
 
     Attributes:
         kernels: implementations of `kernels.router.route_top_k` that compute this function. "torch"
-            requires `slope_`, and "triton" a branch in `gpu/router.py`. If empty, routing is
-            computed in single steps.
+            requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`. If it
+            is empty, routing is computed step by step.
         is_softmax: whether the scores of a token sum to 1 and each logit influences the scores of
             all experts.
     """
@@ -38,19 +40,21 @@ class ScoreFunction:
     is_softmax: bool = False
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the scores [T, E] >= 0, differentiable."""
+        """Return the scores [T, E], which are nonnegative and differentiable."""
         raise NotImplementedError
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """Multiply `pull` by d log(score) / d logit of the same expert, in place; both have any
-        shape.
+        """Multiply `pull` by `d log(score) / d logit` of the same expert in place. Both tensors may
+        have any shape.
 
         For a softmax, the term that all logits share is excluded.
         """
         raise NotImplementedError
 
     def shares(self, scores_TE: Tensor) -> Tensor:
-        """Return the scores divided by their sum: the distribution that losses and entropy use."""
+        """Return the scores divided by their sum, which is the distribution that losses and entropy
+        use.
+        """
         return scores_TE if self.is_softmax else shares(scores_TE)
 
 
@@ -59,7 +63,7 @@ score_functions: Registry[type[ScoreFunction]] = Registry("score function", base
 
 @score_functions.register("softmax")
 class Softmax(ScoreFunction):
-    """exp(logit) divided by the sum of exp(logit) over all experts."""
+    """The softmax, `exp(logit)` divided by the sum of `exp(logit)` over all experts."""
 
     kernels = frozenset({"torch", "triton"})
     is_softmax = True
@@ -84,7 +88,7 @@ class Softmax(ScoreFunction):
 
 @score_functions.register("sigmoid")
 class Sigmoid(ScoreFunction):
-    """1 / (1 + exp(-logit)), independent for each expert."""
+    """The sigmoid, `1 / (1 + exp(-logit))`, which is independent for each expert."""
 
     kernels = frozenset({"torch", "triton"})
 
@@ -101,24 +105,27 @@ SOFTMAX = Softmax()
 
 
 def divisor(total_T1: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
-    """Return max(total + add, least), the divisor of scores with the sum `total`."""
+    """Return `max(total + add, least)`, the divisor of scores whose sum is `total`."""
     total_T1 = total_T1 + add
     return total_T1.clamp(min=least) if least else total_T1
 
 
 def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
-    """Divide non-negative scores [T, E] (or [T, K]) by the `divisor` of their sum over axis 1."""
+    """Divide nonnegative scores [T, E] (or [T, K]) by the `divisor` of their sum over axis 1."""
     return scores_TE / divisor(scores_TE.sum(1, keepdim=True), add, least)
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """Compute `shares` of a token's remaining weights, with zeros if no weight remains."""
+    """Compute `shares` of the weights that remain for each token, with zeros if no weight
+    remains.
+    """
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """A linear map to float32 that saves the tokens as they are for backward, not a float32 copy.
+    """A linear map to float32 that saves the tokens for backward in their own dtype, rather than as
+    a float32 copy.
     """
 
     @staticmethod
@@ -158,19 +165,20 @@ class _WideLinear(torch.autograd.Function):
 
 
 def in_parts(x_TD: Tensor) -> bool:
-    """Return whether matmuls with these tokens are computed as sums of 16-bit matmuls.
+    """Return true if matmuls with these tokens are computed as sums of 16-bit matmuls.
 
-    This applies to bfloat16 tokens on a GPU if torch can return float32 sums. Each float32 operand
-    is split into three bfloat16 tensors that together have its 24 bits, so that only the sum is
-    rounded. The matrix units then read the tokens as they are. A float32 matmul would not use the
-    matrix units and would copy the tokens (the split takes a fifth of the time, measured on an
-    H100).
+    This is the case for bfloat16 tokens on a GPU if torch can return float32 sums. Each float32
+    operand is split into three bfloat16 tensors that together have its 24 bits, so only the sum is
+    rounded. The matrix units then read the tokens without conversion. A float32 matmul would not
+    use the matrix units and would copy the tokens (the split takes one fifth of the time, measured
+    on an H100).
     """
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")
 
 
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
-    """Split x into `number` bfloat16 tensors, joined along `dim`, that sum to x with 8 bits each.
+    """Split x into `number` bfloat16 tensors with 8 bits each, which sum to x and are concatenated
+    along `dim`.
 
     A bfloat16 tensor is returned unchanged.
     """
@@ -186,13 +194,15 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
-    """Multiply 16-bit a and b into float32, then sum over runs of `size` along `dim`."""
+    """Multiply the 16-bit matrices a and b with a float32 result, and then sum over consecutive
+    groups of `size` elements along `dim`.
+    """
     product = torch.mm(a, b, out_dtype=torch.float32)
     return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 
 
 def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """Compute grad^T x, [E, D] in the gradient's dtype, float32 (float64)."""
+    """Compute `grad^T @ x`, [E, D] in the dtype of the gradient, float32 (or float64)."""
     if in_parts(x_TD) and not wants_graph():
         return _sum_of_parts(_parts(grad_TE, 1, 3).t(), x_TD, grad_TE.shape[1], 0)
     if x_TD.device.type != "cpu" or wants_graph():
@@ -211,7 +221,7 @@ def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute grad weight in `dtype`, [T, D]. grad_TE: float32 (float64)."""
+    """Compute `grad @ weight` in `dtype`, [T, D]. grad_TE: float32 (float64)."""
     on_cpu = grad_TE.device.type == "cpu"
     if dtype == torch.bfloat16 and not (
             on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
@@ -225,11 +235,11 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute grad weight of float32 operands in bfloat16, with an error of about 2^-16 before
+    """Compute `grad @ weight` of float32 operands in bfloat16, with an error of about 2^-16 before
     rounding.
 
-    One matmul sums the products of the operands' larger parts, and of each larger part with the
-    smaller part of the other operand.
+    One matmul sums the products of the larger parts of the operands, and of each larger part with
+    the smaller part of the other operand.
     """
     experts = len(weight_ED)
     grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)
@@ -239,7 +249,8 @@ def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute x weight^T in float32 (float64 for float64 tokens), [T, E], differentiable.
+    """Compute `x @ weight^T` in float32 (float64 for float64 tokens), [T, E], with support for
+    autograd.
 
     Args:
         x_TD: tokens [T, D] of any floating-point dtype.

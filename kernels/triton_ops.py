@@ -1,6 +1,6 @@
-"""The operations with a Triton implementation, and the conditions for using it.
+"""The operations that have a Triton implementation, and the conditions under which it is used.
 
-Triton is imported when the first of these operations runs, not before.
+Triton is not imported before the first of these operations runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INSTALLED = find_spec("triton") is not None
 
 
 def why_not(*args: Any) -> str | None:
-    """Return why Triton does not support these arguments, or None if it does."""
+    """Return the reason why Triton does not support these arguments, or None if it does."""
     if torch.compiler.is_compiling():
         return "torch.compile fuses the torch reference"
     if not INSTALLED:
@@ -55,13 +55,15 @@ def why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_bfloat16(device: torch.device) -> str | None:
-    """Return why a GPU does not support bfloat16, or None if it does. Cached per device."""
+    """Return the reason why a GPU does not support bfloat16, or None if it does. Cached per
+    device.
+    """
     return _below(device, (8, 0), "bfloat16")
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Return why an NVIDIA GPU lacks a format, or None if it has the format or is from another
-    maker.
+    """Return the reason why an NVIDIA GPU does not have a format. Return None if it has the format,
+    or if the GPU is not from NVIDIA.
     """
     if torch.version.hip is not None:
         return None
@@ -73,7 +75,9 @@ def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | No
 
 
 def route_why_not(*args: Any) -> str | None:
-    """Return the reason of `why_not`, or that the kernel lacks the score function."""
+    """Return the reason given by `why_not`, or the message that the kernel does not implement the
+    score function.
+    """
     reason = why_not(*args)
     if reason is not None:
         return reason
@@ -82,7 +86,8 @@ def route_why_not(*args: Any) -> str | None:
 
 
 def product_why_not(*args: Any) -> str | None:
-    """Return the reason of `why_not`, or why the installed Triton's products cannot run on the GPU.
+    """Return the reason given by `why_not`, or the reason why the matmuls of the installed Triton
+    cannot run on the GPU.
     """
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
@@ -96,7 +101,8 @@ def product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Return why no product of the installed Triton runs on a GPU, or None if products run.
+    """Return the reason why no matmul of the installed Triton runs on a GPU, or None if matmuls
+    run.
 
     Cached per device.
     """
@@ -119,7 +125,8 @@ def no_products(device: torch.device) -> str | None:
 
 @functools.cache
 def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
-    """Return why the installed Triton cannot use this schedule on a GPU, or None if it can.
+    """Return the reason why the installed Triton cannot use this schedule on a GPU, or None if it
+    can.
 
     Cached per device.
     """
@@ -139,16 +146,16 @@ def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """Return the reason of `why_not`, or that the GPU cannot convert to e4m3, which the reference
-    emulates.
+    """Return the reason given by `why_not`, or the message that the GPU cannot convert to e4m3,
+    which the reference emulates.
     """
     reason, device = why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_e4m3(device)
 
 
 def fp8_product_why_not(*args: Any) -> str | None:
-    """Return the reason of `fp8_why_not`, or why the installed Triton's products cannot run on the
-    GPU.
+    """Return the reason given by `fp8_why_not`, or the reason why the matmuls of the installed
+    Triton cannot run on the GPU.
     """
     reason, device = fp8_why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_products(device)
@@ -156,7 +163,9 @@ def fp8_product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
-    """Return why a GPU has no float8 e4m3fn, or None if it has. Cached per device."""
+    """Return the reason why a GPU does not support float8 e4m3fn, or None if it does. Cached per
+    device.
+    """
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
@@ -191,7 +200,7 @@ def _late(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Add the Triton implementations to their operations. The package calls this function once."""
+    """Add the Triton implementations to the operations. The package calls this function once."""
     special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
     for name, module in MODULES.items():
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)

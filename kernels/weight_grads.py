@@ -3,18 +3,18 @@
 `GradSums` adds up the gradients of calls that use the same weights, `MainGrad` adds gradients to a
 buffer of the host, and `LaterGrads` postpones the computation.
 
-The pieces of one layer call are calls with the same weights. Autograd would allocate a whole
-gradient for each piece and add them one by one, which reads or writes the weights' memory three
-times per piece.
+The pieces into which a layer call is split are calls with the same weights. Autograd would allocate
+a full gradient for each piece and add the gradients one by one, which reads or writes the weights'
+memory three times per piece.
 
 Megatron (`gradient_accumulation_fusion`) keeps a buffer `parameter.main_grad` (fp32 by default)
 over the micro-batches of a step. Megatron's gradient hook adds `parameter.grad` to this buffer,
 unless `parameter.grad_added_to_main_grad` indicates that backward has already done so
-(megatron-core, `tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). Here,
-backward adds every contribution to such a weight. Strategies that support this add their matmuls
-directly (`MainGrad`). All other cases (gathered or borrowed experts, other strategies, autocast)
-compute with `redirect_grad(parameter)`. Both may occur in one step, or in one backward pass, and no
-contribution is lost or counted twice.
+(megatron-core, `tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). In this
+package, backward itself adds every contribution to this buffer. Strategies that support this add
+the results of their matmuls directly (`MainGrad`). All other cases (gathered or borrowed experts,
+other strategies, autocast) compute with `redirect_grad(parameter)`. Both methods may be used in one
+step, or in one backward pass, and no contribution is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from moe_plugin.kernels.workspace import Workspace
 
 @dataclass
 class _Sum:
-    """The gradient of one weight.
+    """The gradient of one weight that is being accumulated.
 
-    experts: the experts with a value so far.
+    experts: the experts that have a value so far.
     """
 
     grad_LIO: Tensor
@@ -51,12 +51,12 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Gradients that the calls of one forward pass share. Create one object per pass.
+    """Sums of the gradients of the calls in one forward pass. Create one object per pass.
 
-    A backward pass runs through all of these calls. An aborted backward pass leaves sums behind,
-    which the next pass over the same graph (`retain_graph`) discards.
+    A single backward pass must run through all of these calls. An aborted backward pass leaves sums
+    in this object, which the next pass over the same graph (`retain_graph`) discards.
 
-    calls: number of calls that have run forward and will run backward.
+    calls: number of calls whose forward has run and whose backward will run.
     """
 
     calls: int = 0
@@ -65,18 +65,14 @@ class GradSums:
     _task: int = -1  # autograd's number of the backward pass that the sums belong to
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
-        """Return the gradient of weight `name` [L, I, O], and the experts with values already
-        included.
-        """
+        """Return the gradient of the weight `name` [L, I, O], and the experts that have values."""
         self._forget_aborted()
         if name not in self._sums:
             self._sums[name] = _Sum(_as_it_lies(f"gradient {name}", w_LIO, memory))
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def end(self, name: str) -> Tensor | None:
-        """Return the result of a call's backward: the sum [L, I, O] for the last call, None for
-        earlier calls.
-        """
+        """Return the result of a call's backward: the sum [L, I, O] for the last call, or None."""
         if not self.last(name):
             return None
         total = self._sums.pop(name)  # removed, because the graph may serve another pass
@@ -86,21 +82,21 @@ class GradSums:
         return total.grad_LIO
 
     def so_far(self, name: str) -> Tensor | None:
-        """Return the gradient of weight `name` [L, I, O] from the calls so far, or None."""
+        """Return the gradient of the weight `name` [L, I, O] from the calls so far, or None."""
         self._forget_aborted()
         return self._sums[name].grad_LIO if name in self._sums else None
 
     def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
-        """Store a new gradient of all experts, or `so_far` after a call was added. Returns the
-        result of `end`.
+        """Store a new gradient of all experts, or the gradient `so_far` to which a call has been
+        added. The result is the result of `end`.
         """
         if name not in self._sums:
             self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Count a call after its backward, and return whether it was the last call for weight
-        `name`.
+        """Count a call after its backward has run, and return true if it was the last call for the
+        weight `name`.
         """
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
@@ -118,9 +114,9 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate memory for a weight's gradient with the weight's order of axes.
+    """Allocate memory for the gradient of a weight, with the same order of axes as the weight.
 
-    With another order autograd would make a slow copy.
+    With a different order, autograd would make a slow copy.
     """
     experts, inner, outer = w_LIO.shape
     if w_LIO.stride(1) == 1 != w_LIO.stride(2):
@@ -129,8 +125,8 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """The gradient of one weight [L, I, O], returned as a tensor. It has the interface of
-    `MainGrad`.
+    """The gradient of one weight [L, I, O], which is returned as a tensor. This class has the same
+    interface as `MainGrad`.
 
     name, memory: see `GradSums.begin`.
     """
@@ -143,10 +139,10 @@ class WeightGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add each product a b to the gradient of one expert, or of a batch of experts.
+        """Add each matmul `a @ b` to the gradient of one expert, or of a batch of experts.
 
-        The operands are [I, N] and [N, O] for one expert, with a leading axis for a batch of
-        experts. No expert may occur twice.
+        The operands are [I, N] and [N, O] for one expert. For a batch of experts they have a
+        leading axis. No expert may occur twice.
         """
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
@@ -164,7 +160,7 @@ class WeightGrad:
             self.products(*zip(*products, strict=True))
 
     def result(self) -> Tensor | None:
-        """Return the result of backward, see `GradSums.end`."""
+        """Return the result of backward; see `GradSums.end`."""
         return self.sums.end(self.name)
 
 
@@ -174,11 +170,11 @@ WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
 def has_main_grad(parameter: Tensor) -> bool:
-    """Return whether the host reads this parameter's gradient from `parameter.main_grad`.
+    """Return true if the host reads the gradient of this parameter from `parameter.main_grad`.
 
-    The result is False if the host's hook reads the gradient nevertheless: for parameters of
-    Megatron-FSDP, and for parameters with `zero_out_wgrad`. All these attributes are Megatron's and
-    absent in other hosts.
+    The result is False if the host's hook nevertheless reads the gradient itself, which is the case
+    for parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All these attributes
+    are set by Megatron and do not exist in other hosts.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -188,12 +184,13 @@ def has_main_grad(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class MainGrad:
-    """The target of one weight's gradient: backward adds to `main_grad` and returns no gradient.
+    """The destination of the gradient of one weight, for which backward adds to `main_grad` and
+    returns no gradient.
 
     Attributes:
         sums, name: see `WeightGrad`.
-        parameter: weight [L, I, O] with a `main_grad` of the same shape.
-        memory: memory for temporaries.
+        parameter: weight [L, I, O] that has a `main_grad` of the same shape.
+        memory: source of the memory for temporary tensors.
     """
 
     sums: GradSums
@@ -203,10 +200,10 @@ class MainGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add a b to main_grad[expert] for each operand pair; see `WeightGrad.add_matmuls`.
+        """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`.
 
-        If the buffer has another dtype, the largest temporary is the matmul of one expert, or the
-        matmuls of several experts that fit into `TEMPORARY_BYTES`.
+        If the buffer has a different dtype, the largest temporary tensor is the matmul of one
+        expert, or the matmuls of several experts if their size is at most `TEMPORARY_BYTES`.
         """
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         into = [main_grad[of] for of in experts]
@@ -227,18 +224,20 @@ class MainGrad:
         target_IO.add_(multiply(a_IN, b_NO, product_IO))
 
     def result(self) -> Tensor | None:
-        """Return the result of backward: a `placeholder_grad` for the last call that shares `sums`.
+        """Return the result of backward, which is a `placeholder_grad` for the last call that
+        shares `sums`.
         """
         return placeholder_grad(self.parameter) if self.sums.last(self.name) else None
 
 
 def placeholder_grad(parameter: Tensor) -> Tensor | None:
-    """Return the gradient that backward reports for a parameter with its real gradient in
+    """Return the gradient that backward reports for a parameter whose actual gradient is in
     `main_grad`.
 
-    Autograd needs a tensor of the parameter's shape and dtype to run the parameter's hooks. The
-    values are zero, because a user's hook may read them. Without the host's mark
-    `grad_added_to_main_grad` no hook needs a tensor, and the result is None.
+    Autograd needs a tensor with the shape and dtype of the parameter in order to run the hooks of
+    the parameter. The values are zero, because they may be read by a user's hook. If the host's
+    attribute `grad_added_to_main_grad` does not exist, no hook needs a tensor, and the result is
+    None.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
@@ -260,39 +259,41 @@ class _RedirectGrad(torch.autograd.Function):
 
 
 def redirect_grad(parameter: nn.Parameter) -> Tensor:
-    """Return the parameter for any use; the gradient of this use is added to `parameter.main_grad`.
+    """Return the parameter for use in any operation. The gradient of this use is added to
+    `parameter.main_grad`.
     """
     return _RedirectGrad.apply(parameter)
 
 
 class LaterGrads:
-    """Weight gradients that backward passes postpone until `compute` is called.
+    """Weight gradients whose computation is postponed in backward passes until `compute` is called.
 
-    The results that other ranks wait for, the rows' gradients, can then be sent first.
+    The gradients of the rows, for which other ranks wait, can then be sent first.
     """
 
     def __init__(self) -> None:
         self._left: list[Callable[[], Mapping[str, Tensor | None]]] = []
 
     def __len__(self) -> int:
-        """Return the number of passes with postponed gradients."""
+        """Return the number of passes whose gradients are postponed."""
         return len(self._left)
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Detach the weights from a call's operands, and return which weights need a gradient.
+        """Detach the weights from the operands of a call, and return which weights need a gradient.
 
-        Autograd then sees no weight, so that no hook of a weight runs before its gradient exists.
+        Autograd then does not see the weights, so no hook of a weight runs before the gradient of
+        the weight exists.
 
-        tensors: [w_in, b_in, w_gate, b_gate, w_out, b_out].
+        tensors: the list [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """
         wanted = tuple(t is not None and t.requires_grad for t in tensors[::2])
         return [t if t is None or index % 2 else t.detach()
                 for index, t in enumerate(tensors)], wanted
 
     def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Postpone the gradients of a pass. `work` returns them by name, with None for unneeded
-        gradients.
+        """Postpone the computation of the gradients of a pass. The function `work` returns the
+        gradients by name, with None for gradients that are not needed.
         """
         self._left.append(work)
 
@@ -302,12 +303,12 @@ class LaterGrads:
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Compute the postponed gradients in the order of the passes, and add them to the weights'
-        `grad`.
+        """Compute the postponed gradients in the order of the passes, and add them to the attribute
+        `grad` of each weight.
 
-        weights: the weights by the names that `work` uses.
-        hooks: if True, do the same as one backward pass: sum the gradients of each weight, then
-        pass the sum through the weight's hooks.
+        weights: the weights by the names that are used by `work`.
+        hooks: if True, behave like a single backward pass: sum the gradients of each weight, and
+        then pass the sum through the hooks of the weight.
         """
         left, self._left = self._left, []
         sums: dict[str, Tensor] = {}
@@ -332,9 +333,9 @@ class RowWeightGrads:
     """The weight gradients of one call. Each method returns values for autograd.
 
     Attributes:
-        precision: precision of products of unrounded operands, see `kernels.expert_matmul`.
-        rounded: the format of the other products, which may compute weight gradients in its own
-            way. None if no format is used.
+        precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.
+        rounded: the format of the other matmuls, which may contain a separate method for computing
+            weight gradients. It is None if no format is used.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 
@@ -346,10 +347,10 @@ class RowWeightGrads:
 
     def first(self, x: Tensor, token_R: Tensor | None, g_h: Tensor | None,
               g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of w_in and w_gate.
+        """Return the gradients of the weights w_in and w_gate.
 
-        One product computes both if both are needed and either both or neither are added to
-        existing memory.
+        A single operation computes both gradients if both are needed, and if either both or neither
+        are added to existing memory.
         """
         if g_h is None or g_gate is None:
             return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),

@@ -1,15 +1,16 @@
 """Reusable memory for large CPU tensors, which avoids page faults in every step.
 
-glibc maps every large tensor anew, and the system clears each page when it is first touched. This
-takes about 60 us per MiB, more than writing the values. A `Workspace` retains the memory of large
-tensors and reuses it as soon as no reference to it remains. No release calls are needed, because
-the number of owners is read from the storage. A saved activation, a gradient that the user retains,
-or a second use in the same graph therefore stays with its owner, and the next request gets other
+glibc maps memory anew for every large tensor, and the system clears each page when it is first
+accessed. Clearing the pages takes about 60 us per MiB, which is longer than writing the values. A
+`Workspace` retains the memory of large tensors and reuses it as soon as there is no reference to
+the memory. No calls are needed to release memory, because the number of references is read from the
+storage. Memory of a saved activation, of a gradient that the user retains, or of a tensor that is
+used a second time in the same graph is therefore not reused, and the next request gets different
 memory.
 
-All modules of a process share one `MemoryPool`: memory that one layer no longer needs serves the
-next layer. The layers of a model together retain the memory that is in use at the same time, and
-not the sum of each layer's maximum.
+All modules of a process share one `MemoryPool`, so memory that one layer no longer needs is used by
+the next layer. The layers of a model together retain the memory that is in use at the same time,
+rather than the sum of each layer's maximum.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 @dataclass
 class _Kept:
-    """Memory for one purpose and data type.
+    """The memory for one purpose and one data type.
 
     Attributes:
-        storages: storages in use or free.
-        seen: for each storage, the last request at which it was in use.
-        requests: number of requests so far.
-        swept: number of requests at the last sweep.
+        storages: all storages, including those in use and those that are free.
+        seen: for each storage, the index of the last request at which it was in use.
+        requests: number of requests made so far.
+        swept: number of requests that had been made at the last sweep.
     """
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)
@@ -51,12 +52,13 @@ class _Kept:
     swept: int = 0
 
     def take(self, size: int) -> torch.UntypedStorage:
-        """Return at least `size` bytes that nothing else uses: the smallest fitting storage, or a
-        new one.
+        """Return a storage of at least `size` bytes that is not in use, which is the smallest
+        sufficient storage, or a new storage.
 
-        A new storage replaces free memory that is slightly too small. The number of storages of a
-        size therefore never exceeds the number in use at once. A storage is released if at least
-        `PATIENCE` requests, and twice as many requests as there are storages, did not need it.
+        A new storage replaces free storage that is slightly too small. The number of storages of a
+        size therefore never exceeds the number that are in use at the same time. A storage is
+        released if it was not needed in at least `PATIENCE` requests, and in twice as many requests
+        as there are storages.
         """
         self.requests += 1
         free = self._free()
@@ -75,9 +77,9 @@ class _Kept:
         return self.storages[-1]
 
     def _free(self) -> list[int]:
-        """Return the indices of free storages.
+        """Return the indices of storages that are free.
 
-        Storages that were free for too long, or that other processes share, are dropped.
+        Storages that were free for too long, or that are shared with other processes, are dropped.
         """
         free, old = [], set()
         patience = max(PATIENCE, 2 * len(self.storages))
@@ -97,8 +99,8 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages that have been free since the last sweep; return whether any storage is
-        left.
+        """Release storages that have been free since the last sweep, and return true if any storage
+        is left.
         """
         unused = self.requests == self.swept
         self.swept = self.requests
@@ -112,22 +114,22 @@ class _Kept:
 
 
 class MemoryPool:
-    """Reusable CPU memory by purpose. Supports threads and re-entrant calls."""
+    """A pool of reusable CPU memory by purpose. Concurrent and re-entrant calls are supported."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Start without memory and with a new lock.
+        """Reset this object to a state without memory and with a new lock.
 
-        A forked process needs this, because another thread may have held the lock.
+        This is necessary in a forked process, because a different thread may have held the lock.
         """
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, torch.dtype], _Kept] = {}
         self._requests = 0
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialised CPU tensor, see `Workspace.empty`."""
+        """Return an uninitialized CPU tensor; see `Workspace.empty`."""
         size = math.prod(shape) * like.element_size()
         with self._lock:
             self._requests += 1
@@ -138,12 +140,12 @@ class MemoryPool:
             return torch.empty(0, dtype=like.dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def clear(self) -> None:
-        """Retain no memory. Memory in use stays with its owners."""
+        """Retain no memory. Memory that is in use remains valid."""
         with self._lock:
             self._kept = {}
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the bytes of the retained memory, in use or free, by purpose."""
+        """Return the number of bytes of the retained memory, in use or free, by purpose."""
         sizes: dict[str, int] = {}
         with self._lock:
             for (purpose, _), kept in self._kept.items():
@@ -180,10 +182,12 @@ def shared_pool() -> MemoryPool:
 class Workspace:
     """Data that a module retains between calls: reusable CPU memory by purpose, and state by type.
 
-    Copies (pickle, deepcopy) start without state. Supports threads and re-entrant calls.
+    Copies (made by pickle or deepcopy) start without any data. Concurrent and re-entrant calls are
+    supported.
 
     Args:
-        pool: source of the memory. Defaults to the pool of the process, which all modules share.
+        pool: pool from which the memory is taken. By default all modules share the pool of the
+            process.
     """
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
@@ -192,16 +196,18 @@ class Workspace:
         self._states: dict[type, Any] = {}
 
     def state(self, kind: type[T]) -> T:
-        """Return the module's object of this type; it is created without arguments on first use."""
+        """Return the module's object of this type, which is created without arguments on first
+        use.
+        """
         with self._lock:
             if kind not in self._states:
                 self._states[kind] = kind()
             return self._states[kind]
 
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialised tensor of a shape, in `like`'s dtype and device.
+        """Return an uninitialized tensor of a given shape, with the dtype and device of `like`.
 
-        Free memory that served `purpose` before is reused.
+        Free memory that was used for the same `purpose` before is reused.
         """
         size = math.prod(shape) * like.element_size()
         reusable = like.device.type == "cpu" and size >= SMALL_BYTES and _use_count is not None
@@ -210,13 +216,15 @@ class Workspace:
         return self.pool.empty(purpose, shape, like)
 
     def clear(self) -> None:
-        """Discard all states, and release all free memory, also that of other modules."""
+        """Discard all states, and release all free memory, including free memory of other
+        modules.
+        """
         self.pool.clear()
         with self._lock:
             self._states = {}
 
     def kept_bytes(self) -> int:
-        """Return the bytes of the pool's memory, in use or free."""
+        """Return the number of bytes of the pool's memory, in use or free."""
         return sum(self.pool.kept_bytes().values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
@@ -228,11 +236,11 @@ class Workspace:
 
 def scratch(purpose: str, shape: tuple[int, ...], like: Tensor,
             dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised CPU tensor for the duration of one operation, from the process's
-    pool.
+    """Return an uninitialized CPU tensor from the pool of the process, for the duration of one
+    operation.
 
-    Use this function in operations that belong to no module. `like` determines the device, and the
-    dtype if `dtype` is None.
+    Use this function in operations that do not belong to a module. The tensor `like` determines the
+    device, and also the dtype if `dtype` is None.
     """
     like = like if dtype is None else like.new_empty(0, dtype=dtype)
     return Workspace().empty(purpose, shape, like)

@@ -1,17 +1,18 @@
-"""Blocks of experts that share the CPU's cache, views of their rows, and padding.
+"""Blocks of experts that share the CPU's cache, views of the rows of these experts, and padding.
 
-The views of all rows are made before the first matmul. A matmul evicts Python's data from the
-caches, so a line of Python between two matmuls takes several times as long as in a separate loop.
-Also, the views of all rows need only one call.
+The views of all rows are created before the first matmul. A matmul evicts Python's data from the
+caches, so a line of Python code between two matmuls takes several times as long as it takes in a
+separate loop. In addition, the views of all rows can be created with only one call.
 
 Experts that are multiplied together are padded to the number of rows of the longest expert. The
-padding consists of copies of the expert's last row, with a gradient of zero. The copies add nothing
-to the weight gradients, and a NaN of one expert reaches no other expert.
+padding consists of copies of the expert's last row, whose gradient is zero. The copies add nothing
+to the weight gradients, and a NaN in one expert does not affect any other expert.
 
-Notation: R rows, expert after expert; P the same rows with padding; N rows of one block; B experts
-of one unit, M rows of each; C rows that the unit's products compute, M or a few more
-(`Unit.computed`); W width; T tokens, K choices. Experts that are multiplied together share a view
-with a leading axis of experts.
+Notation: R is the number of rows (ordered by expert), P the number of rows with padding, N the
+number of rows of one block, B the number of experts of one unit, M the number of rows of each of
+these experts, C the number of rows that the unit's matmuls compute (M or a few more, see
+`Unit.computed`), W the width, T the number of tokens and K the number of choices. Experts that are
+multiplied together share a view with a leading axis of experts.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from moe_plugin.kernels.rows import bags, sum_bags
 
 
 class Unit(NamedTuple):
-    """Consecutive experts that are multiplied together.
+    """Consecutive experts that are multiplied together in one matmul.
 
     Attributes:
-        first: the first expert.
-        experts: number B of experts.
-        rows: number M of rows of each expert in memory. Several experts are padded to the number of
-            rows of the longest expert (see `Padding`).
-        computed: number of rows that are multiplied. These are all rows in memory and, for a single
-            expert, a few following rows if this takes less time (`RowRule.fast`). The next unit
-            overwrites the additional results, so units must be computed in order.
+        first: index of the first expert.
+        experts: number B of experts in the unit.
+        rows: number M of rows of each expert in memory. If there are several experts, they are
+            padded to the number of rows of the longest expert (see `Padding`).
+        computed: number of rows on which the matmul is computed. It includes all rows in memory
+            and, for a single expert, a few of the following rows if this takes less time
+            (`RowRule.fast`). The results of the next unit overwrite the additional results, so
+            units must be computed in order.
     """
 
     first: int
@@ -46,7 +48,7 @@ class Unit(NamedTuple):
 
     @property
     def index(self) -> int | slice:
-        """The unit's index into a tensor [L, ...]."""
+        """The index with which the unit's part of a tensor [L, ...] is selected."""
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 
 
@@ -55,11 +57,12 @@ class UnitBlock:
     """Units that pass through all operations together.
 
     Attributes:
-        rows: the block's rows among all rows.
+        rows: range of the block's rows among all rows.
         size: number N of rows in the block.
-        reach: number of rows from the block's first to the last computed row, at least N.
-        exact: whether no unit computes rows other than its own.
-        single: whether every unit is one expert.
+        reach: number of rows from the first row of the block to its last computed row, which is at
+            least N.
+        exact: whether each unit computes only its own rows.
+        single: whether every unit consists of one expert.
     """
 
     rows: slice
@@ -85,10 +88,11 @@ class UnitBlock:
         self.reach = self.size if self.exact else reach
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split x [N, W] by unit into [M, W], or [B, M, W] for several experts.
+        """Split x [N, W] into one view per unit: [M, W], or [B, M, W] if the unit has several
+        experts.
 
-        All views are made at once, because single views would take as long as the operations of a
-        small expert.
+        All views are created at the same time, because creating single views would take as long as
+        the operations of a small expert.
         """
         parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes)
         return parts if self.single else tuple(
@@ -96,25 +100,25 @@ class UnitBlock:
             for unit, part in zip(self.units, parts, strict=True))
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the transposed rows by unit: [W, M], or [B, W, M]."""
+        """Return one transposed view of the rows per unit: [W, M], or [B, W, M]."""
         if self.single and len(self.units) > 1:
             return x.t().split_with_sizes(self._sizes, 1)
         return tuple(part.transpose(-2, -1) for part in self.split(x))
 
     def cover(self, x: Tensor, first: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the computed rows of each unit, which overlap.
+        """Return views of the computed rows of each unit. The views may overlap.
 
         Args:
-            x: rows of one or all blocks.
-            first: the block's first row in x, which has at least `reach` rows from there.
-            own: result of `split`.
+            x: rows of one block or of all blocks.
+            first: index in `x` of the block's first row, from which at least `reach` rows follow.
+            own: views that were returned by `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
                       for start, size, unit, part in zip(self._starts, self._sizes, self.units, own,
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """Return the block without computed rows from `end` on."""
+        """Return the block, in which the computed rows end at `end`."""
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -122,7 +126,9 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Return units of experts with rows, joining experts if that is faster, up to `limit` rows."""
+    """Return units for the experts that have rows, where experts with up to `limit` rows in total
+    are joined if that is faster.
+    """
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
         return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]
@@ -149,10 +155,10 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
-    """Return experts in blocks of at most `limit` rows. An expert with more rows is a separate
-    block.
+    """Group experts into blocks of at most `limit` rows. An expert with more rows becomes a
+    separate block.
 
-    counts: rows of each expert. Experts without rows are skipped.
+    counts: number of rows of each expert. Experts without rows are skipped.
     """
     blocks: list[UnitBlock] = []
     units: list[Unit] = []
@@ -173,22 +179,22 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
 
 
 def clipped(blocks: list[UnitBlock]) -> list[UnitBlock]:
-    """Return the blocks without computed rows past the last row.
+    """Return the blocks without computed rows beyond the last row.
 
-    This is needed if the rows lie in memory that this package does not own.
+    This is necessary if the rows are in memory that this package does not own.
     """
     return [block if block.exact else block.clipped(blocks[-1].rows.stop) for block in blocks]
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The mapping between rows with and without padding.
+    """The mapping between rows without padding and rows with padding.
 
     Attributes:
-        row_P: int64 [P], the row that each padded row contains.
-        real_P: bool [P], False for a copy.
-        padded_R: int64 [R + 1], the position of each row with padding. The last element is -1, so
-            that index -1 maps to -1.
+        row_P: int64 [P], the index of the row that each padded row contains.
+        real_P: bool [P], False for rows that are copies.
+        padded_R: int64 [R + 1], the position of each row after padding is added. The last element
+            is -1, so that index -1 maps to -1.
     """
 
     row_P: Tensor
@@ -196,12 +202,15 @@ class Padding:
     padded_R: Tensor
 
     def positions(self, position: Tensor) -> Tensor:
-        """Return the positions with padding of rows (int64, any shape; -1 for no row)."""
+        """Return the positions, after padding is added, of rows (int64, any shape; -1 for no
+        row).
+        """
         return self.padded_R[position]
 
 
 def padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding:
-    """Return the padding of blocks with several experts in some units. counts: rows of each expert.
+    """Return the padding of blocks in which some units have several experts. counts: number of rows
+    of each expert.
     """
     units = [unit for block in blocks for unit in block.units]
     own = [rows for rows in counts if rows]
@@ -221,11 +230,11 @@ def padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding:
 
 
 class UnitRows(NamedTuple):
-    """Rows of each unit of a block.
+    """Views of the rows of each unit in a block.
 
     Attributes:
-        own: the unit's own rows [M, W].
-        computed: the rows [C, W] that products by row compute.
+        own: views of the unit's own rows [M, W].
+        computed: views of the rows [C, W] that matmuls compute row by row.
     """
 
     own: tuple[Tensor, ...]
@@ -233,12 +242,12 @@ class UnitRows(NamedTuple):
 
 
 class BlockRows:
-    """Rows of all blocks, or memory for the rows of one block, which each block overwrites.
+    """Rows of all blocks, or memory for the rows of one block that is overwritten by each block.
 
     Attributes:
-        memory: [R, W] if `whole`, else [N of the largest block, W].
-        of_block: rows [N, W] of each block.
-        of_units: for each block, the rows of its units.
+        memory: tensor [R, W] if `whole` is true, otherwise [N of the largest block, W].
+        of_block: view of the rows [N, W] of each block.
+        of_units: for each block, views of the rows of its units.
     """
 
     def __init__(self, blocks: list[UnitBlock], memory: Tensor, whole: bool,
@@ -247,9 +256,11 @@ class BlockRows:
 
         Args:
             blocks: the blocks.
-            memory: may have additional rows, for results computed behind the last expert.
-            whole: whether memory contains the rows of all blocks.
-            by_row: whether products by row read or write the memory. If False, `of_units` is empty.
+            memory: tensor that may have additional rows, for results computed beyond the rows of
+                the last expert.
+            whole: whether the memory contains the rows of all blocks.
+            by_row: whether matmuls that compute row by row read or write the memory. If it is
+                False, `of_units` is empty.
         """
         self._blocks = blocks
         self.of_block: list[Tensor] = []
@@ -276,13 +287,14 @@ class BlockRows:
 
 
 class GatheredRows:
-    """Rows of tokens, gathered for one block at a time. It has the interface of `BlockRows`.
+    """Rows of tokens, which are gathered for one block at a time. This class has the interface of
+    `BlockRows`.
 
     Args:
         blocks: the blocks.
         x_TW: tokens.
-        token_R: the token of each row.
-        rows: memory for one block.
+        token_R: index of the token of each row.
+        rows: memory for the rows of one block.
     """
 
     def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
@@ -290,7 +302,7 @@ class GatheredRows:
         self.x_TW, self.tokens, self.rows = x_TW, by_block(blocks, token_R), rows
 
     def take(self, block: int) -> UnitRows:
-        """Return the rows of one block, valid until the next block is taken."""
+        """Return the rows of one block, which are valid until the next block is requested."""
         torch.index_select(self.x_TW, 0, self.tokens[block], out=self.rows.of_block[block])
         return self.rows.take(block)
 
@@ -300,13 +312,13 @@ class GatheredRows:
 
 
 class WeightedRows:
-    """Rows of tokens times a factor per row, computed for one block at a time.
+    """Rows of tokens that are multiplied by a factor per row and computed for one block at a time.
 
     Args:
         blocks: the blocks.
         x_TW: tokens.
-        token_R: the token of each row.
-        scale_R: the factor of each row, float32 (float64).
+        token_R: index of the token of each row.
+        scale_R: the factor of each row, in float32 (float64 for float64 rows).
     """
 
     def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
@@ -327,7 +339,7 @@ class WeightedRows:
 
 
 def by_block(blocks: list[UnitBlock], x: Tensor, computed: bool = False) -> list[Tensor]:
-    """Return the part of each block along axis 0 of size R.
+    """Return each block's part of a tensor whose axis 0 has size R.
 
     computed: whether to include the following rows that the block also computes.
     """

@@ -1,18 +1,19 @@
-"""Strategy `fused`: gather, matmuls, activation and combine as one autograd function for CPUs.
+"""The strategy `fused`: gather, matmuls, activation and combine as one autograd function for CPUs.
 
-Rows pass through all operations one block of experts at a time, while the block is in the cache
-(see `blocks`). They are gathered into a buffer for one block, and matmuls write directly into their
-destination. The module's `Workspace` stores for backward the value before the activation; the value
-after it, if recomputing costs more than reading and `FFNParameters.recompute` is off; and each
-output row, for the gates' gradient. Where `native.passes` is available, it does all work between
-two matmuls in one pass. Output rows are then stored only for experts with an output bias (see
-`_FFNCall.late`), and values after the activation of gated experts are recomputed.
+All operations are applied to one block of experts at a time, while the rows of the block are in the
+cache (see `blocks`). The rows of a block are gathered into a buffer, and matmuls write directly to
+their destination. For backward, the module's `Workspace` stores the value before the activation. It
+also stores the value after the activation if recomputing it costs more than reading it and
+`FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
+`native.passes` is available, it performs all operations between two matmuls in one pass. Output
+rows are then stored only for experts with an output bias (see `_FFNCall.late`), and the values of
+gated experts after the activation are recomputed.
 
-In float32 each expert of a block is computed by one thread, several experts at a time
-(`products.SideBySide`). Otherwise experts run one after the other, each on all threads. In 16 bits,
-consecutive experts with few rows are padded and multiplied in one product (`products.RowRule`),
-which takes 0.55 to 0.99 of the layer's time (AMD Zen 5; 64 experts of 128 rows, widths 256 and 512:
-34.3 to 29.9 ms).
+In float32 each expert of a block is computed by one thread, and several experts run at the same
+time (`products.SideBySide`). Otherwise experts run one after another, each on all threads. In 16
+bits, consecutive experts with few rows are padded and multiplied in one matmul
+(`products.RowRule`), which reduces the time of the layer to 0.55 to 0.99 of its value (AMD Zen 5;
+64 experts of 128 rows, widths 256 and 512: from 34.3 to 29.9 ms).
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ W_IN, W_GATE, W_OUT = WEIGHTS
 
 @dataclass(frozen=True)
 class _Maps:
-    """Where rows come from and go to.
+    """The mapping of rows to the tensors from which they are read and to which they are written.
 
     Attributes:
-        token_R, source_R, position_TK, complete: see `kernels.rows`, including the padding of
-            batches. All are None if x contains rows without padding. With padding, each row is a
-            token with one choice and source_R is None.
-        real_R: bool, False for padding rows. None without padding.
+        token_R, source_R, position_TK, complete: see `kernels.rows`, which also describes the
+            padding of batches. All of them are None if `x` contains rows without padding. If there
+            is padding, each row is treated as a token with one choice and `source_R` is None.
+        real_R: bool [R], False for padding rows. None without padding.
     """
 
     token_R: Tensor | None = None
@@ -71,7 +72,7 @@ class _Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> _Maps:
-        """Create the maps of a call with tokens, or with rows (`plan` None)."""
+        """Create the mapping for a call with tokens, or for a call with rows (`plan` is None)."""
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
                                                   plan.complete)
@@ -83,17 +84,17 @@ class _Maps:
 
 @dataclass(frozen=True)
 class _FFNCall:
-    """Arguments of one call that autograd does not differentiate.
+    """The arguments of one call that autograd does not differentiate.
 
     Attributes:
-        counts: rows of each expert.
-        products: how rows are multiplied with the experts' matrices.
-        native: the compiled passes, or None for torch's operations.
-        keep: whether backward will run.
-        keep_after: whether to store the value after the activation (and, with `native`, the
-            activation's derivative in place of the value before it).
-        late: whether `native` applies the gates to the gradients of the inner values, instead of
-            the output's gradient. `native` then also computes the gates' gradient.
+        counts: number of rows of each expert.
+        products: object that multiplies rows by the experts' matrices.
+        native: the compiled passes, or None if torch's operations are used.
+        keep: whether a backward pass will follow.
+        keep_after: whether to store the value after the activation (and, if `native` is used, the
+            derivative of the activation in place of the value before it).
+        late: whether `native` applies the gates to the gradients of the inner values, rather than
+            to the output's gradient. If so, `native` also computes the gradient of the gates.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """
@@ -114,7 +115,7 @@ class _FFNCall:
     wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Allocate memory for the rows of all blocks (`whole`), or of one block at a time."""
+        """Allocate memory for the rows of all blocks if `whole` is true, otherwise of one block."""
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
@@ -123,14 +124,14 @@ class _FFNCall:
         return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
-        """Return the rows of tokens x [T, W], or x itself if it contains rows [R, W]."""
+        """Return the rows of tokens x [T, W], or `x` itself if it contains rows [R, W]."""
         if self.maps.token_R is None:
             return BlockRows(self.blocks, x, True)
         return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
 
 
 def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """Return, for each block, the parts of a tensor [L, ...] that belong to its units."""
+    """Return, for each block, the parts of a tensor [L, ...] that belong to the block's units."""
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:
@@ -144,7 +145,7 @@ def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class _Linear:
-    """x w + b of each expert. The views of all experts are made at once, see `blocks`."""
+    """The operation `x @ w + b` for each expert. All views are created at the same time."""
 
     def __init__(self, call: _FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = _by_unit(w_LIO, call.blocks)
@@ -153,10 +154,11 @@ class _Linear:
         self.products = call.products
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
-        """Multiply one block's rows by their experts' matrices, and return `out`'s rows [N, O].
+        """Multiply the rows of one block by the matrices of their experts, and return the
+        corresponding rows [N, O] of `out`.
 
-        add: add the result to the values of `out`, without bias, and only in an expert's own rows,
-        because the next expert adds to its own rows.
+        add: whether to add the result to the values of `out`. In this case no bias is added, and
+        only an expert's own rows are computed, because the next expert adds to its own rows.
         """
         into = out.of_units[block]
         xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)
@@ -166,9 +168,9 @@ class _Linear:
 
 @strategies.register("fused")
 def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Compute gather, matmuls, activation and combine in one autograd function; best on CPUs.
+    """A strategy for CPUs that computes all operations of the experts in one autograd function.
 
-    x: rows [R, D] or tokens [T, D]; returns the same shape and dtype, see `Strategy`.
+    x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     # `gather_rows` zeroes empty slots. On a device the check would make the host wait.
@@ -241,7 +243,7 @@ class _FusedFFN(torch.autograd.Function):
 
 
 class _Forward:
-    """One forward pass: its memory, and the operations on one block."""
+    """The memory of one forward pass, and the operations on one block."""
 
     def __init__(self, call: _FFNCall, x: Tensor, w_in: Tensor, b_in: Tensor | None,
                  w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor,
@@ -271,9 +273,7 @@ class _Forward:
         return self.rows.memory
 
     def kept(self) -> tuple[Tensor | None, ...]:
-        """Return the values before and after the activation and a gated expert's `up`; None if
-        unneeded.
-        """
+        """Return the values before and after the activation, and `up`. Unneeded values are None."""
         keep, keep_after = self.call.keep, self.call.keep_after
         return (self.before.memory if keep else None, self.after.memory if keep_after else None,
                 self.up.memory if keep and self.up is not None else None)
@@ -291,7 +291,7 @@ class _Forward:
 
 
 class _Backward:
-    """One backward pass: its memory, the gradients, and the operations on one block."""
+    """The memory of one backward pass, its gradients, and the operations on one block."""
 
     def __init__(self, ctx: Any, grad_y: Tensor) -> None:
         self.call = call = ctx.call
@@ -353,7 +353,7 @@ class _Backward:
             self.columns[W_IN] = self.columns[W_GATE] = self.input.columns()
 
     def _left_weights(self) -> dict[str, Tensor | None]:
-        """Return the weight gradients that `run` postponed."""
+        """Return the weight gradients that `run` has postponed."""
         self.bias_into = {}
         self._begin_weights(self.call.wanted)
         for block in range(len(self.call.blocks)):
@@ -365,9 +365,7 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out, b_out; None if
-        unneeded.
-        """
+        """Return the gradients of x, gates and all parameters, with None for unneeded gradients."""
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:
@@ -400,7 +398,7 @@ class _Backward:
             self.call.native.scale(self.grad_output.rows.of_block[block], self.scales[block])
 
     def _by_torch(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the same as `_native`."""
+        """Compute the same results as `_native` with torch's operations."""
         a_NF = self.after.of_block[block]
         if self.recompute:
             self.call.act.into(h_NF, a_NF)
@@ -411,7 +409,8 @@ class _Backward:
         self.call.act.gradient(grad_NF, h_NF, grad_NF)
 
     def _scale(self) -> Tensor | None:
-        """Return the factor of each row's gradient, [R], or None. Gates are in float32 (float64).
+        """Return the factor [R] by which the gradient of each row is multiplied, or None. The gates
+        are in float32 (float64 for a float64 layer).
         """
         maps = self.call.maps
         if self.gates_TK is None:
@@ -423,18 +422,18 @@ class _Backward:
         return scale_R
 
     def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
-        """Split values of rows by block for `_native`, or return None for each block."""
+        """Split the values of rows by block for `_native`, or return None for each block."""
         blocks = self.call.blocks
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """Return the gradient of the output rows; if `late`, without the gates."""
+        """Return the gradient of the output rows. If `late` is true, the gates are not applied."""
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)
 
     def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
-        """Add the gradients of one matrix and its bias, if needed."""
+        """Add the gradients of one matrix and its bias if they are needed."""
         if name in self.bias_into:
             for into, grad in zip(self.bias_into[name][block], grads, strict=True):
                 torch.sum(grad, -2, out=into)
@@ -443,7 +442,7 @@ class _Backward:
                                          self.columns[name][block], grads)
 
     def _input_side(self, block: int, rows: bool = True) -> None:
-        """Compute the gradients of the first matmuls' weights and biases, and of the rows."""
+        """Compute the gradients of the weights and biases of the first matmuls, and of the rows."""
         grads = {W_IN: self.activation_grad} if self.up is None else {
             W_IN: self.up_grad, W_GATE: self.activation_grad}
         if self.input is not None:

@@ -1,17 +1,17 @@
-"""Experts' matmuls on a CPU, chosen by the instructions of the processor.
+"""Matmuls of the experts on a CPU, chosen by the instructions of the processor.
 
-16-bit matmuls use the processor's own instructions, or float32. Float32 matmuls run several at a
-time.
+16-bit matmuls use the processor's own instructions, or are computed in float32. Several float32
+matmuls run at the same time.
 
-Without AVX-512 (x86) or bf16 instructions (Arm) torch multiplies 16-bit matrices value by value,
-which takes up to a hundred times as long as the same product in float32. In this case the operands
-are converted, multiplied in float32 and rounded once. The result is at least as exact, because
-16-bit products also use 32-bit sums.
+Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices value by value,
+which takes up to a hundred times as long as the same matmul in float32. In that case the operands
+are converted to float32, multiplied, and rounded once. The result is at least as accurate, because
+16-bit matmuls also use 32-bit sums.
 
 In float32 each matmul is computed by one thread (`SideBySide`, `native/products.c`). With 64
-experts of 128 rows, widths 256 and 352, three matmuls take 30.7 instead of 44.4 ms, and with 2 rows
-3.5 instead of 7.5 ms. With 8 experts of 1,024 rows, widths 512 and 1,376, the times are equal (AMD
-Zen 5, two threads).
+experts of 128 rows and widths 256 and 352, three matmuls take 30.7 ms instead of 44.4 ms, and with
+2 rows they take 3.5 ms instead of 7.5 ms. With 8 experts of 1,024 rows and widths 512 and 1,376,
+the times are equal (AMD Zen 5, two threads).
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ PARTS = 4  # every piece except the last can be cut into this number of equal pa
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (span, x[span] in `dtype`), piece after piece of a CPU tensor, all in the same memory.
+    """Yield (span, x[span] in `dtype`) for each piece of a CPU tensor in turn, using the same
+    memory for all pieces.
 
-    x_ND: tensor [N, D].
+    x_ND: tensor [N, D] that is converted.
     """
     rows, width = x_ND.shape
     size = max(1, PIECE_BYTES // max(1, width * dtype.itemsize))
@@ -59,12 +60,12 @@ _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 
 
 class Products(Protocol):
-    """A function that computes several products, a b (+ base), and writes them into out.
+    """A function that computes several matmuls, `a @ b` (+ base), and writes the results to `out`.
 
-    Each product has a_NI [N, I], b_IO [I, O], out_NO [N, O], and as base [N, O], which may be
-    out_NO itself, [O] or None. All tensors have one dtype. Alternatively all tensors have a leading
-    axis of experts. All products are passed in one call, because Python code between two products
-    would miss the caches.
+    Each matmul has `a_NI` [N, I], `b_IO` [I, O] and `out_NO` [N, O]. The base is [N, O] (possibly
+    `out_NO` itself), [O] or None. All tensors have the same dtype. Alternatively all tensors have a
+    leading axis of experts. All matmuls are passed in one call, because Python code between two
+    matmuls would cause cache misses.
     """
 
     def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
@@ -73,16 +74,17 @@ class Products(Protocol):
 
 @functools.cache
 def in_float32(dtype: torch.dtype) -> bool:
-    """Return whether this processor has no instructions for products of a 16-bit dtype."""
+    """Return true if this processor has no instructions for matmuls of a 16-bit dtype."""
     return dtype in _NATIVE and not (torch.backends.mkldnn.is_available()
                                      and getattr(torch.ops.mkldnn, _NATIVE[dtype])())
 
 
 def products_of(like: Tensor, in_order: bool = False) -> Products:
-    """Return the function that multiplies matrices of `like`'s dtype on its device.
+    """Return the function that multiplies matrices with the dtype of `like` on the device of
+    `like`.
 
-    in_order: whether products must run one after the other, because a product may write to rows
-    that the next product overwrites.
+    in_order: whether matmuls must run one after another, because a matmul may write to rows that
+    the next matmul overwrites.
     """
     if like.device.type == "cpu" and in_float32(like.dtype):
         return _widened
@@ -92,21 +94,22 @@ def products_of(like: Tensor, in_order: bool = False) -> Products:
 
 
 def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = None) -> Tensor:
-    """Compute one product, and return `out_NO`; see `Products`."""
+    """Compute one matmul, and return `out_NO`; see `Products`."""
     products_of(a_NI)((a_NI,), (b_IO,), (out_NO,), (base,))
     return out_NO
 
 
 @dataclass(frozen=True)
 class RowRule:
-    """The number of rows for which a product on a CPU takes the least time.
+    """A rule for the number of rows for which a matmul on a CPU takes the least time.
 
     Attributes:
-        narrow: whether products are 16-bit with the processor's own instructions. Float32 products
-            take the same time per row for any number of rows, and run several at a time.
-        work: cost of one row, in multiplications.
-        least: experts are joined only if this saves at least so many matmuls, because padding needs
-            some operations itself.
+        narrow: whether matmuls are in 16 bits with the processor's own instructions. Float32
+            matmuls take the same time per row for any number of rows, and several run at the same
+            time.
+        work: cost of one row, as a number of multiplications.
+        least: number of matmuls that must be saved at least before experts are joined, because
+            padding itself requires some operations.
     """
 
     narrow: bool = False
@@ -114,29 +117,32 @@ class RowRule:
     least: int = 4
 
     def fast(self, rows: int) -> int:
-        """Return the number of rows, or up to `MOST_ADDED` more if that is faster.
+        """Return the given number of rows, or a number that is larger by up to `MOST_ADDED` if that
+        is faster.
 
-        From 256 rows, oneDNN cuts 16-bit rows into pieces of one size, and chooses the number of
-        pieces among the divisors. 989 rows of width 512 took 1.5 times as long as 996 rows (inner
-        width 2048, AMD Zen 5). The average time of the four products with rows fell to 0.94 to 0.97
-        (960 to 1,100 rows), 0.97 (740 to 810 rows) and 0.98 (256 to 400 rows). Of the steps 2 to 32
-        the chosen steps were the best. Below 256 rows no step saves time.
+        From 256 rows on, oneDNN splits the rows of a 16-bit matmul into pieces of equal size, and
+        chooses the number of pieces among the divisors of the number of rows. 989 rows of width 512
+        took 1.5 times as long as 996 rows (inner width 2048, AMD Zen 5). The average time of the
+        four matmuls with rows was reduced to 0.94 to 0.97 of its value (960 to 1,100 rows), 0.97
+        (740 to 810 rows) and 0.98 (256 to 400 rows). Among the steps from 2 to 32, the chosen steps
+        were the fastest. Below 256 rows, no step reduces the time.
         """
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
 
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
-        """Return whether an expert is faster if it joins the product of the experts before it.
+        """Return true if it is faster for an expert to join the matmul of the experts before it.
 
         All joined experts are padded to the number of rows of the longest expert. If the longest
-        has more than `FEW` rows, the padded rows must be at most twice the real rows. Starting a
-        matmul takes time for memory, its plan, and two threads that wait for each other. 64 experts
-        of 100 to 153 rows took 18.1 ms in groups of 16, 19.4 ms in groups of 4, and 23.9 ms one by
-        one (six matmuls of widths 256 and 512, AMD Zen 5).
+        expert has more than `FEW` rows, the number of padded rows must be at most twice the number
+        of real rows. Starting a matmul takes time to allocate memory, to plan the matmul, and for
+        two threads to wait for each other. 64 experts with 100 to 153 rows took 18.1 ms in groups
+        of 16, 19.4 ms in groups of 4, and 23.9 ms one by one (six matmuls of widths 256 and 512,
+        AMD Zen 5).
 
-        experts, most, own: number of the experts before, the most rows of one of them, and their
-        total rows.
-        rows: rows of the expert.
+        experts, most, own: the number of experts before this one, the largest number of rows of one
+        of them, and their total number of rows.
+        rows: number of rows of the expert.
         """
         if not self.narrow:
             return False
@@ -147,14 +153,16 @@ class RowRule:
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
-    """Return the rule for matmuls of `like`'s dtype and device in experts of these widths."""
+    """Return the rule for matmuls with the dtype and device of `like` in experts of these
+    widths.
+    """
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 
 
 def one_by_one(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
                bases: Sequence[Tensor | None]) -> None:
-    """Compute the products with torch, each by all threads."""
+    """Compute the matmuls with torch, each on all threads."""
     for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
         if a.dim() == 3:
             _batched(a, b, out, base)
@@ -186,11 +194,12 @@ def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None)
 
 
 class SideBySide:
-    """Several products at a time, each computed by one thread.
+    """Several matmuls that run at the same time, each computed by one thread.
 
-    Products run one by one if there is only one, or if the matrices have different strides or gaps.
+    The matmuls run one by one if there is only one, or if the matrices have different strides or
+    gaps.
 
-    gemm: address of MKL's sgemm.
+    gemm: address of MKL's function sgemm.
     """
 
     def __init__(self, functions: ctypes.CDLL, gemm: int) -> None:
@@ -199,7 +208,7 @@ class SideBySide:
 
     def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
                  bases: Sequence[Tensor | None]) -> None:
-        """Compute the products; see `Products`."""
+        """Compute the matmuls; see `Products`."""
         values: list[int] = []
         strides = set()
         for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
@@ -220,13 +229,15 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Return the compiled functions, created once, or None; see `why_one_by_one`."""
+    """Return the compiled functions, which are created once, or None; see `why_one_by_one`."""
     library, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 
 
 def _gemm_of_torch() -> int | None:
-    """Return the address of the sgemm of torch's MKL, or None if torch uses another library."""
+    """Return the address of the function sgemm in torch's MKL, or None if torch uses a different
+    library.
+    """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         gemm = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
@@ -236,8 +247,8 @@ def _gemm_of_torch() -> int | None:
 
 
 def why_one_by_one() -> str | None:
-    """Return why this machine multiplies experts in float32 one after the other, or None if it does
-    not.
+    """Return the reason why this machine multiplies float32 experts one after another, or None if
+    it does not.
     """
     return build.why_not("products.c") or (
         None if side_by_side() else "torch multiplies by another library than MKL")

@@ -1,5 +1,5 @@
-"""Implementations for GPUs: Triton kernels, and the expert strategy built from them.
+"""Implementations for GPUs: Triton kernels, and the expert strategy that uses them.
 
-Modules that need Triton are imported when one of their operations first runs, so that the package
-works without Triton.
+Modules that need Triton are imported when one of their operations first runs, so the package works
+without Triton.
 """

@@ -1,4 +1,5 @@
-"""Helpers that the Triton kernels share: activations, tile sizes, and a check for the interpreter.
+"""Functions that the Triton kernels share: activations, tile sizes, and a check for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
 def row_tile(width: int) -> tuple[int, int]:
     """Return (rows, columns) of a tile for kernels that move rows of `width` values.
 
-    The sizes give 16-byte accesses, several in flight per thread.
+    With these sizes each thread makes several 16-byte accesses at the same time.
     """
     columns = min(triton.next_power_of_2(max(1, width)), 1024)
     return max(1, min(128, ROW_ELEMENTS // columns)), columns
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:
-    """Return whether operands must be converted to float32 before a matmul.
+    """Return true if operands must be converted to float32 before a matmul.
 
     The interpreter multiplies 16-bit matrices incorrectly (bfloat16 in versions 3.6 to 3.9).
     """
@@ -43,25 +44,26 @@ def needs_upcast(dtype: torch.dtype) -> bool:
 
 
 def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
-    """Return launch options that bound a kernel's registers per thread on NVIDIA GPUs.
+    """Return launch options that limit the number of registers per thread of a kernel on NVIDIA
+    GPUs.
 
-    With `chip`, Hopper GPUs get no bound. Without a bound, NVIDIA's assembler may spill a few bytes
-    so that more programs run at once.
+    If `chip` is given, there is no limit on Hopper GPUs. Without a limit, NVIDIA's assembler may
+    spill a few bytes so that more programs can run at once.
     """
     free = torch.version.hip is not None or (chip is not None and chip.kind == "hopper")
     return {} if free else {"maxnreg": most}
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return `tensor`, contiguous, or a stand-in, because unused pointer arguments also need a
-    tensor.
+    """Return `tensor` as a contiguous tensor, or a placeholder if it is None, because unused
+    pointer arguments also need a tensor.
     """
     return stand_in if tensor is None else tensor.contiguous()
 
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """Compute act(x) in float32; NaN stays NaN, as in torch."""
+    """Compute `act(x)` in float32; NaN stays NaN, as in torch."""
     if ACT == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
@@ -79,8 +81,8 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def activation_grad(x, ACT: tl.constexpr):
-    """Compute act'(x) in float32. For NaN the result is that of torch: 1 for relu, NaN for the
-    others.
+    """Compute `act'(x)` in float32. For NaN the result is the same as in torch: 1 for relu, and NaN
+    for the other activations.
     """
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(

@@ -1,10 +1,10 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Strategy `kernels`: grouped matmul kernels for GPUs that gather rows while loading them.
+"""The strategy `kernels`: grouped matmul kernels for GPUs, which gather rows while loading them.
 
-Forward computes h = x[token] w_in and a = act(h) in one kernel, then rows = a w_out, and y as the
-weighted sum of rows. It saves x and h (and a gated expert's gate) for backward. In backward one
-kernel propagates the output's gradient through w_out^T and the activation, recomputes a, and
-computes the gates' gradient as row dots, so that no output row is saved.
+Forward computes `h = x[token] @ w_in` and `a = act(h)` in one kernel, then `rows = a @ w_out`, and
+finally y as the weighted sum of rows. Forward saves x and h (and the gate of gated experts) for
+backward. In backward, one kernel propagates the gradient of the output through w_out^T and the
+activation, recomputes a, and computes the gates' gradient as row dots, so no output row is saved.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 @dataclass(frozen=True)
 class _Products:
-    """Products over rows without rounding; the signatures are those in `kernels.expert_matmul`."""
+    """Matmuls over rows without rounding, with the signatures in `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]
@@ -63,10 +63,10 @@ def _products(precision: str) -> _Products | RoundedProducts:
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Compute experts in grouped kernels with gather, activation and gate gradient; best on GPUs.
+    """A strategy for GPUs: grouped kernels with gather, activation and gate gradient.
 
-    x: rows [R, D] or tokens [T, D]; returns the same shape and dtype, see `Strategy`. On other
-    devices the kernels' torch references run.
+    x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`. On
+    other devices the torch references of the kernels run.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows if plan is None else plan.counts
@@ -107,17 +107,17 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 
 def _traced(x: Tensor) -> bool:
-    """Return whether only shapes are needed: for torch.compile, or for a fake or meta tensor."""
+    """Return true if only shapes are needed: for torch.compile, and for fake or meta tensors."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The data that the passes of a call share, apart from tensors; see `FFNParameters`.
+    """The data, apart from tensors, that the passes of a call share; see `FFNParameters`.
 
-    groups: includes the tables of tiles, which forward computes and backward reuses.
-    later: None if this call cannot postpone gradients.
-    wanted: see `LaterGrads.cut_off`.
+    groups: groups of the rows, with the tables of tiles, which forward computes and backward
+    reuses. later: object that receives postponed gradients, or None if this call cannot postpone
+    them. wanted: see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -137,16 +137,16 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
                 w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
                 b_out: Optional[Tensor], counts: Optional[Sequence[int]],
                 lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
-    """Compute [y, h, gate] of feed-forward experts, differentiable.
+    """Compute [y, h, gate] of feed-forward experts, with support for autograd.
 
     Args:
-        x: tokens [T, D], or rows [R, D] if source_R and position_TK (see `kernels.rows`) are None.
-        gates_TK: weights of the choices, float32 or float64, or None for weights of 1.
-        w_in, w_gate, b_in, b_gate: [L, D, F] and [L, F], in x's dtype.
-        w_out, b_out: [L, F, D] and [L, D], in x's dtype.
-        counts: rows of each expert, or None if only the device knows them (`DeviceCounts`).
-        lengths_L: int64 [L], replaces `counts` in this case.
-    Returns: y in x's shape; h and gate [R, F] for backward (gate is empty for plain experts).
+        x: tokens [T, D], or rows [R, D] if `source_R` and `position_TK` are None.
+        gates_TK: weights of the choices in float32 or float64, or None if all weights are 1.
+        w_in, w_gate, b_in, b_gate: weights [L, D, F] and biases [L, F], in the dtype of x.
+        w_out, b_out: weight [L, F, D] and bias [L, D], in the dtype of x.
+        counts: number of rows of each expert, or None if only the device knows the numbers.
+        lengths_L: number of rows of each expert, int64 [L], which is used if `counts` is None.
+    Returns: y in the shape of x; h and gate [R, F] for backward (gate is empty for plain experts).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
                     w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
@@ -179,14 +179,14 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
 
 
 def _factors(rounded: RoundedCall | None, *weights: Tensor | None) -> tuple[Any, ...]:
-    """Return the operands that replace w_in, w_gate, w_out in products."""
+    """Return the operands that are used in place of w_in, w_gate and w_out in matmuls."""
     if rounded is None:
         return weights
     return tuple(rounded.weights.get(name) for name in WEIGHTS)
 
 
 def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
-    """Return the token of each row, or -1 for an empty slot."""
+    """Return the index of the token of each row, or -1 for an empty slot."""
     if source_R is None:
         return None
     choices = position_TK.shape[1]
@@ -215,8 +215,8 @@ def _expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
     """Compute the gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out and b_out.
 
     Args:
-        grad_y: gradient of y. For the other arguments see `expert_ffn`.
-        needs: which of the eight gradients are needed. The other gradients are empty tensors.
+        grad_y: gradient of the output y. For the other arguments see `expert_ffn`.
+        needs: for each of the eight gradients, whether it is needed. Unneeded gradients are empty.
     """
     made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
                       position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation, precision,
@@ -231,10 +231,10 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
                rounded: RoundedCall | None = None,
                later: LaterGrads | None = None) -> list[Tensor | None]:
-    """Do the same as `expert_ffn_backward`, with None for gradients that are not needed.
+    """Compute the gradients like `expert_ffn_backward`, but return None for unneeded gradients.
 
-    Some gradients go to `main_grad`. Of calls that share `sums`, only the last returns weight
-    gradients. later: receives all weight gradients.
+    Some gradients are added to `main_grad`. Of the calls that share `sums`, only the last returns
+    weight gradients. later: object that receives all weight gradients.
     """
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
     token_R = _tokens(source_R, position_TK)
@@ -295,7 +295,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _kept(operands: Sequence[Tensor | None], output: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the tensors saved for backward, see `_gradients`."""
+    """Return the tensors that are saved for backward; see `_gradients`."""
     x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out = operands
     return (x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate, w_out, b_out)
 
@@ -332,9 +332,9 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 
 
 class _Direct(torch.autograd.Function):
-    """`expert_ffn` for real tensors.
+    """The computation of `expert_ffn` for real tensors.
 
-    Not a torch operation: backward needs more than tensors, and may change `main_grad` buffers.
+    It is not a torch operation, because its backward may change buffers such as `main_grad`.
     """
 
     @staticmethod
@@ -360,7 +360,7 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """A stand-in for an autograd context, with the values that `_Direct` saves and reads."""
+    """A replacement for an autograd context, with the values that `_Direct` saves and reads."""
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()
@@ -371,7 +371,7 @@ class _Saved:
 
 
 class _Stashed(torch.autograd.Function):
-    """`_Direct` with rows that `keep` stores."""
+    """The computation of `_Direct` with rows that are stored by `keep`."""
 
     @staticmethod
     def forward(ctx: Any, keep: Callable[[Tensor], KeptRows], call: _Call,
@@ -418,7 +418,7 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Return <gradient of y, output row> of each choice: <u, a>, plus the bias's part."""
+    """Return `<gradient of y, output row>` of each choice: `<u, a>` plus the bias's part."""
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()
         dots_CR = torch.cat([dots_CR, share_TL[token_R.clamp(min=0), groups.group_R][None]])

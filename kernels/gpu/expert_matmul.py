@@ -76,7 +76,9 @@ def _odd(x: Tensor, *widths: int) -> bool:
 
 
 class _Product:
-    """One product over grouped rows: its tile, its table, and its operands' descriptors."""
+    """One matmul over grouped rows, with its tile, its table of tiles, and the descriptors of its
+    operands.
+    """
 
     def __init__(self, x: Tensor, groups: RowGroups, w: Tensor, token: Tensor | None,
                  precision: str, results: int = 1, extra: bool = False) -> None:
@@ -113,19 +115,23 @@ class _Product:
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Group and first row of each row tile, and the number of tiles, on the device."""
+        """The group and the first row of each row tile, and the number of tiles, as tensors on the
+        device.
+        """
         return self.groups.tiles(self.tiling.rows)
 
     @property
     def grid(self) -> tuple[int]:
-        """As many programs as run at once, or as many as there are tiles."""
+        """The number of programs, which is the number of programs that run at once, or the number
+        of tiles if it is smaller.
+        """
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
         return (programs(self.chip, self.tiling, work, self.groups),)
 
     def run(self, out: Tensor, pair: str = "none", act: str = "none", bias: Tensor | None = None,
             after: Tensor | None = None, v: Tensor | None = None, y: Tensor | None = None,
             v_bias: Tensor | None = None, gate: Tensor | None = None) -> None:
-        """Launch `product_kernel`; the arguments are those of the kernel."""
+        """Launch `product_kernel` with the arguments of this kernel."""
         if not self.groups.total:
             return
         x, w = self.x, self.w
@@ -150,12 +156,12 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Return the number of programs for `work` tiles: those that run at once, or fewer if work is
-    small.
+    """Return the number of programs for `work` tiles, which is the number of programs that run at
+    once, or less if there are few tiles.
 
-    If other kernels run at the same time, each tile gets a program. Persistent programs would wait
-    for their own tiles while another kernel occupies a multiprocessor, and the other kernel would
-    wait for all of their tiles.
+    If other kernels run at the same time, each tile is computed by a separate program. Otherwise
+    persistent programs would wait for their own tiles while a different kernel occupies a
+    multiprocessor, and that kernel would wait for all tiles of these programs.
     """
     if groups.beside:
         return max(1, work)
@@ -224,7 +230,9 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
-    """Compute one or two gradients for the same rows, which a tile then loads only once."""
+    """Compute one or two gradients for the same rows, which are then loaded only once for each
+    tile.
+    """
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
     gathers = x_token_R is not None or grad_token_R is not None

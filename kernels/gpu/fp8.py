@@ -1,6 +1,6 @@
-"""Block-scaled fp8 in Triton: quantization of rows and weights, and products of fp8 operands.
+"""Block-scaled fp8 in Triton: quantization of rows and weights, and matmuls with fp8 operands.
 
-One pass per block of a row finds its largest value and converts all values.
+One pass over each block of a row finds its largest value and converts all values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 64 if INTERPRETED else 16
 
 @triton.jit
 def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """Convert `value` to the dtype that `codes` points to, with NaN where it is not finite."""
+    """Convert `value` to the dtype to which `codes` points, with NaN where it is not finite."""
     code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     # The interpreter's conversion loses the carry into the exponent, so values are first rounded
     # here to three mantissa bits, ties to even.
@@ -49,8 +49,8 @@ def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """Compute codes = x / scale, with scale = largest finite |x| of the block / LARGEST (1 for
-    zeros).
+    """Compute `codes = x / scale`, where the scale is the largest finite |x| in the block divided
+    by LARGEST (1 for a block of zeros).
 
     Values that are not finite become NaN.
     """
@@ -71,7 +71,7 @@ def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr
 @triton.jit
 def dequantize_kernel(codes, scales, out, rows, width, blocks, BR: tl.constexpr,
                       BLOCK: tl.constexpr):
-    """Compute out = codes * scale."""
+    """Compute `out = codes * scale`."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
     d = b * BLOCK + tl.arange(0, BLOCK)
@@ -113,7 +113,9 @@ _TILING = dataclasses.replace(FP8_TILING, rows=64) if INTERPRETED else FP8_TILIN
 def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_group, stride_i,
                             stride_o, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize one block of one group: compute its scale and its codes, stored transposed."""
+    """Quantize one block of one group by computing its scale and its codes, which are stored
+    transposed.
+    """
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide
     i = row * BLOCK + tl.arange(0, BLOCK)
@@ -136,7 +138,7 @@ def fp8_tile(t, x, x_tiles, scales, token, w, w_tiles, w_scales, bias, out, tile
              tiles, ends, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
              GATHER: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
              BLOCK: tl.constexpr):
-    """Compute tile number t of `fp8_product_kernel`."""
+    """Compute the tile with index t of `fp8_product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BLOCK), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BLOCK
@@ -166,7 +168,7 @@ def fp8_product_kernel(x, x_tiles, scales, token, w, w_tiles, w_scales, bias, ou
                        K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
                        UPCAST: tl.constexpr, WHILE: tl.constexpr, BM: tl.constexpr,
                        BLOCK: tl.constexpr):
-    """Compute out = (x scales)[token] (w w_scales) + bias."""
+    """Compute `out = (x * scales)[token] @ (w * w_scales) + bias`."""
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BLOCK)
     if WHILE:

@@ -1,7 +1,8 @@
-"""`expert_matmul_blocks` with blocks of 128, computed by the Triton product of fp8 operands.
+"""The operation `expert_matmul_blocks` with blocks of 128, computed by the Triton matmul with fp8
+operands.
 
-A power of two is a valid float32 scale, so the codes can be passed to `kernels.fp8` unchanged. This
-works for rows and weights in e4m3, but not for gradients in e5m2.
+A power of two is a valid float32 scale, so the codes can be passed to `kernels.fp8` without
+changes. This is possible for rows and weights in e4m3, but not for gradients in e5m2.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from moe_plugin.kernels.groups import RowGroups
 
 def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
             token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Return why this implementation does not support these arguments, or None if it does."""
+    """Return the reason why this implementation does not support these arguments, or None if it
+    does.
+    """
     if {x_blocks.block, w_blocks.block} != {BLOCK}:
         return f"blocks of {x_blocks.block}, but only {BLOCK} are supported"
     if {x_blocks.codes.dtype, w_blocks.codes.dtype} != {torch.float8_e4m3fn}:
@@ -30,7 +33,7 @@ def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor 
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """Compute rows w + b in Triton; see `kernels.block_products.expert_matmul_blocks`."""
+    """Compute `rows @ w + b` in Triton; see `kernels.block_products.expert_matmul_blocks`."""
     scales_LOB = power(w_blocks.scales)  # 128 consecutive outputs share a scale
     return expert_matmul_fp8(
         _codes(x_blocks), power(x_blocks.scales), groups, _codes(w_blocks).transpose(1, 2),

@@ -1,10 +1,11 @@
-"""Grouped products over rows in Triton, with gather while loading and activation before storing.
+"""Grouped matmuls over rows in Triton, which gather rows while loading them and apply the
+activation before storing the result.
 
-A tile is BM rows of one group times BN columns. A table computed on the device (`tile_table`)
-contains the group and the first row of each tile. The launch has as many programs as run at once,
-and these programs process the flat list of tiles. If the GPU supports TMA, weights and rows that
-need no gathering are copied tile by tile. Sums are float32 in a fixed order, so the result is
-always the same.
+A tile consists of BM rows of one group and BN columns. A table that is computed on the device
+(`tile_table`) contains the group and the first row of each tile. A launch has as many programs as
+can run at once, and these programs process the flat list of tiles. If the GPU supports TMA,
+weights, and rows that need no gathering, are copied tile by tile. Sums are computed in float32 in a
+fixed order, so the result is always the same.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ except ImportError:  # before Triton 3.4
 
 
 def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
-    """Return a descriptor of rows [R, I] with tiles of `tile`, or None if that is not possible."""
+    """Return a descriptor of rows [R, I] with tiles of the shape `tile`, or None if impossible."""
     return _made(x_RI, tile)
 
 
 def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
-    """Return (descriptor or None, transposed) for weights [L, I, O].
+    """Return (descriptor or None, whether the memory is transposed) for weights [L, I, O].
 
-    The tiles are [1, depth, columns]. For a transposed view with memory [L, O, I] they are [1,
-    columns, depth].
+    The tiles are [1, depth, columns]. For a transposed view whose memory is [L, O, I], the tiles
+    are [1, columns, depth].
     """
     if w_LIO.stride(2) == 1:
         return _made(w_LIO, (1, depth, columns)), False
@@ -43,8 +44,8 @@ def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
 
 
 def _made(x: Tensor, tile: Sequence[int]) -> Any:
-    """Return a descriptor, or None. TMA requires 16-byte addresses and strides, and a contiguous
-    last axis.
+    """Return a TMA descriptor, or None if it is not possible. TMA requires 16-byte alignment of
+    addresses and strides, and a contiguous last axis.
     """
     step = 16 // x.element_size()
     if TensorDescriptor is None or x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
@@ -55,15 +56,15 @@ def _made(x: Tensor, tile: Sequence[int]) -> Any:
 
 
 def copies_tiles(tensor: Tensor, chip_copies: bool) -> bool:
-    """Return whether descriptors are useful: the chip has TMA, and values have 2 or 4 bytes."""
+    """Return true if descriptors are useful: the GPU has TMA, and values have 2 or 4 bytes."""
     return chip_copies and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
 def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) of tile number t.
+    """Return (row tile, column tile) for the tile with index t.
 
-    GROUP row tiles pass through the columns together, so that weights stay in L2.
+    GROUP row tiles process the columns together, so that weights stay in the L2 cache.
     """
     # Without groups, each row tile would read all weights from memory again.
     width = GROUP * columns
@@ -74,10 +75,10 @@ def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
-    """Return (group, first row, rows r, inside, at, live) of row tile pm.
+    """Return (group, first row, rows r, inside, at, live) for row tile pm.
 
-    inside: which rows r belong to the group. at: the rows of x that the rows r read. live: which of
-    these rows of x exist.
+    inside: mask of the rows r that belong to the group. at: indices of the rows of x that are read
+    for the rows r. live: mask of these rows of x that exist.
     """
     group = tl.load(tile_group + pm)
     first = tl.load(tile_row + pm)
@@ -93,10 +94,10 @@ def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.
 
 @triton.jit
 def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.constexpr):
-    """Load [BM, BK] of x [., K] from column `start`.
+    """Load a tile [BM, BK] of x [., K] from column `start` on.
 
-    Copied tiles may contain rows of the next group. These rows only influence result rows that are
-    not stored.
+    Tiles that are copied may contain rows of the next group. Rows of the next group influence only
+    rows of the result that are not stored.
     """
     if x_tiles is None:
         k = start + tl.arange(0, BK)
@@ -110,7 +111,7 @@ def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.conste
 @triton.jit
 def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Load [BK, BN] of w [L, K, wide] of one group, with zeros outside."""
+    """Load a tile [BK, BN] of w [L, K, wide] for one group, with zeros outside of w."""
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)
@@ -130,7 +131,7 @@ def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k,
 
 @triton.jit
 def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
-    """Return total + a b."""
+    """Return `total + a @ b`."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
@@ -140,7 +141,7 @@ def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
 def accumulate(total, x, x_tiles, first, at, live, w, w_tiles, group, column, wide, stride_group,
                stride_k, stride_n, K: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Return total + rows of x times w, float32 [BM, BN]. Rows that are not live count as zero."""
+    """Return `total + rows @ w`, float32 [BM, BN]. Rows that are not live are treated as zero."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
@@ -154,7 +155,7 @@ def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_
                    column, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
                    TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr):
-    """Return (total + x w, second + x v), loading the rows only once."""
+    """Return `(total + x @ w, second + x @ v)`, where the rows of x are loaded only once."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
@@ -168,7 +169,7 @@ def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_
 
 @triton.jit
 def with_bias(total, bias, group, n, wide, BIAS: tl.constexpr):
-    """Return total + bias of the group."""
+    """Return the total plus the bias of the group."""
     if BIAS:
         total += tl.load(bias + group * wide + n, mask=n < wide, other=0.0).to(tl.float32)[None, :]
     return total
@@ -176,7 +177,7 @@ def with_bias(total, bias, group, n, wide, BIAS: tl.constexpr):
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the left and the right columns of x [BM, BN]."""
+    """Return the left columns and the right columns of x [BM, BN]."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -184,7 +185,7 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
            BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
            BC: tl.constexpr):
-    """Store BC columns of a product, and of the values computed from it."""
+    """Store BC columns of a matmul, and of the values that are computed from it."""
     n = column + tl.arange(0, BC)
     # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
@@ -206,7 +207,7 @@ def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, i
 def finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
                  BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
                  BC: tl.constexpr, SPLIT: tl.constexpr):
-    """Call `finish` for BC columns in 1 or 2 parts, one after the other."""
+    """Call `finish` for BC columns in 1 or 2 parts, one after another."""
     if SPLIT == 2:
         total, right = halves(total, BM, BC)
         second, second_right = halves(second, BM, BC)
@@ -226,7 +227,7 @@ def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias,
                  ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                  PRECISION: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr):
-    """Compute tile number t of `product_kernel`."""
+    """Compute the tile with index t of `product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BN
@@ -267,12 +268,13 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
                    PRECISION: tl.constexpr, SPLIT: tl.constexpr, WHILE: tl.constexpr,
                    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, BM: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr):
-    """Compute out = x[token] w + bias and, depending on PAIR and ACT, further results.
+    """Compute `out = x[token] @ w + bias` and, depending on PAIR and ACT, further results.
 
-    "none": with an ACT, after = act(out). "gate": gate = x[token] v + v_bias, and after = act(gate)
-    out. "sum": out += y v. w and v are [L, K, wide] with equal strides. The tiles arguments are
-    descriptors of the same tensors, or None. For FLATTEN see `tilings.Tiling`, for SPLIT and
-    SPECIALIZE see `kernels.groups`.
+    "none": if ACT is given, also compute `after = act(out)`. "gate": compute `gate = x[token] @ v +
+    v_bias` and `after = act(gate) * out`. "sum": compute `out += y @ v`. The tensors w and v are
+    [L, K, wide] and have equal strides. The arguments whose names contain `tiles` are descriptors
+    of the same tensors, or None. For FLATTEN, see `tilings.Tiling`; for SPLIT and SPECIALIZE, see
+    `kernels.groups`.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)
@@ -303,10 +305,10 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 @triton.jit
 def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside, wide,
                     ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Store BC columns of the gradients and of scale times the recomputed value; return row dots.
+    """Store BC columns of the gradients and of the scaled recomputed value, and return row dots.
 
-    The last weight's gradient reads only the scaled value. The row dots are those of u with the
-    unscaled value.
+    The gradient of the last weight reads only the scaled value. The row dots are the dot products
+    of u and the unscaled value.
     """
     n = column + tl.arange(0, BC)
     # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
@@ -341,7 +343,7 @@ def act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, gr
                       SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
                       TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                       BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Compute tile number t of `act_backward_kernel`."""
+    """Compute the tile with index t of `act_backward_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BN
@@ -376,7 +378,7 @@ def act_backward_kernel(grad, grad_tiles, token, scale, w, w_tiles, h, gate, gra
                         BK: tl.constexpr):
     """Compute `expert_matmul_act_backward`.
 
-    dots: [column tiles, R], one partial sum per tile.
+    dots: tensor [column tiles, R] with one partial sum per column tile.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)

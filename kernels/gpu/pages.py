@@ -1,7 +1,7 @@
-"""write_pages and read_pages in Triton, which access only runs that have a slot.
+"""The operations write_pages and read_pages in Triton, which access only runs that have a slot.
 
-The pages of the host are in pinned memory, which the kernels access over the bus. The device
-decides which runs go there, and the host does not wait.
+The pages in host memory are pinned, and the kernels access them over the bus. The device decides
+which runs of values are stored on the host, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK = 2048
 
 @triton.jit
 def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
-    """Copy block j of run i of x to its slot."""
+    """Copy block j of run i of x to the slot of the run."""
     # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)
     run = tl.program_id(0) // blocks
@@ -32,7 +32,9 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 
 @triton.jit
 def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
-    """Copy block j of run i from its slot to out, or leave out unchanged; NaN if not `enough`."""
+    """Copy block j of run i from its slot to `out`. If the run has no slot, leave `out` unchanged.
+    If `enough` is false, write NaN.
+    """
     # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)
     run = tl.program_id(0) // blocks

@@ -1,6 +1,7 @@
-"""route_top_k and its gradient in Triton.
+"""The operation route_top_k and its gradient in Triton.
 
-A tile of tokens with all experts stays in registers, and k argmax passes run over it.
+A tile of tokens with the logits of all experts stays in registers, and k argmax passes are made
+over it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_plugin.kernels.scores import ADDED
 
 @triton.jit
 def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
-    """Return max(total + ADD, LEAST); NaN stays NaN, as in torch.clamp."""
+    """Return `max(total + ADD, LEAST)`; NaN stays NaN, as in torch.clamp."""
     raised = total + ADD
     return tl.where(raised < LEAST, LEAST, raised)
 
@@ -31,7 +32,9 @@ def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """Return the scores of each token's best groups of experts, and -inf elsewhere."""
+    """Return the scores of the experts in each token's best groups, and -inf for all other
+    experts.
+    """
     size = experts // GROUPS
     g = tl.arange(0, BG)
     scores = tl.full([BT, BG], -float("inf"), tl.float32)
@@ -66,8 +69,9 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
                  BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
     """Compute `route_top_k` for a tile of tokens.
 
-    sums: [programs, E + 2], partial sums of importance, z and p log p, which the caller adds in a
-    fixed order. BEST: number of scores that count for a group, 0 for all.
+    sums: tensor [programs, E + 2] with partial sums of importance, z and p log p, which the caller
+    adds in a fixed order. BEST: number of scores whose sum is the score of a group; 0 means all
+    scores.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
@@ -239,7 +243,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
 
 
 def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return `tensor`, contiguous, or a stand-in, because unused pointer arguments also need a
-    tensor.
+    """Return `tensor` as a contiguous tensor, or a placeholder if it is None, because unused
+    pointer arguments also need a tensor.
     """
     return stand_in if tensor is None else tensor.reshape(-1).contiguous()

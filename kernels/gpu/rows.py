@@ -1,6 +1,6 @@
-"""take_rows, sum_rows, dot_rows, take_values and transpose_chunks in Triton.
+"""The operations take_rows, sum_rows, dot_rows, take_values and transpose_chunks in Triton.
 
-Each kernel reads every needed row once, writes once, and sums in the order of choices.
+Each kernel reads every needed row once, writes each result once, and sums in the order of choices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 2048
 
 @triton.jit
 def chunk_kernel(x, out, OUTER, INNER, length, BLOCK: tl.constexpr):
-    """Copy x chunk (o, i) to out chunk (i, o). A chunk has `length` values."""
+    """Copy chunk (o, i) of x to chunk (i, o) of out. A chunk consists of `length` values."""
     chunk = tl.program_id(1)  # chunk of the output
     o = chunk % OUTER
     i = chunk // OUTER
@@ -40,7 +40,7 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
 @triton.jit
 def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
                 BR: tl.constexpr, BD: tl.constexpr):
-    """Compute out[r] = weights[source r] * x[source r // K], or 0 for source -1."""
+    """Compute `out[r] = weights[source r] * x[source r // K]`, or 0 if the source is -1."""
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     # Offsets of rows use 64 bits in all kernels below, because rows * width may exceed 32 bits.
@@ -59,7 +59,7 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Compute out[t] = sum_j weights[t, j] * rows[position[t, j]], with float32 sums in the order
+    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]`, with float32 sums in the order
     of j.
 
     Choices without a row are skipped.
@@ -84,7 +84,7 @@ def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
 @triton.jit
 def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl.constexpr,
                BT: tl.constexpr, BD: tl.constexpr):
-    """Compute out[t, j] = <grad[t], rows[position[t, j]]>, or 0 without a row."""
+    """Compute `out[t, j] = <grad[t], rows[position[t, j]]>`, or 0 if there is no row."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     for j in tl.static_range(K):
         row = tl.load(position + t * K + j, mask=t < tokens, other=-1)
@@ -102,7 +102,9 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
 
 @triton.jit
 def value_kernel(values, index, out, number, length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out[m] = sum_c values[c, index[m]], or 0 for index -1. number: values per part."""
+    """Compute `out[m] = sum_c values[c, index[m]]`, or 0 if the index is -1. number: number of
+    values in each part.
+    """
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + m, mask=m < length, other=-1)
     total = tl.load(values + at, mask=at >= 0, other=0.0)

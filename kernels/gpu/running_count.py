@@ -1,7 +1,8 @@
-"""running_count, sorted_choices and choice_load in Triton, in passes over blocks of choices.
+"""The operations running_count, sorted_choices and choice_load in Triton, which make passes over
+blocks of choices.
 
-No tensor of size [N, E] is needed, because each choice is compared with the earlier choices of its
-block.
+No tensor of size [N, E] is needed, because each choice is compared only with the earlier choices in
+its block.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ STEP = 32  # number of choices with which a block is compared at once
 
 @triton.jit
 def expert_of(ids, n, number, experts):
-    """Return ids[n], or -1 behind the last choice.
+    """Return `ids[n]`, or -1 beyond the last choice.
 
-    An id that is no expert counts as -1, so that no kernel writes outside the results. The caller
-    must check the ids.
+    An id that is not an expert is treated as -1, so no kernel writes outside the results. The
+    caller must check that the ids are valid.
     """
     mine = tl.load(ids + n, mask=n < number, other=-1)
     return tl.where(mine < experts, mine, -1).to(tl.int32)
@@ -28,7 +29,8 @@ def expert_of(ids, n, number, experts):
 
 @triton.jit
 def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
-    """Count how often each expert e occurs in the block: counts[e, block].
+    """Count how often each expert e occurs in the block, and store the counts in `counts[e,
+    block]`.
 
     Atomic additions of integers give the same result in any order.
     """
@@ -40,10 +42,11 @@ def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
 @triton.jit
 def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
                 SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Compute ranks[n], the number of earlier choices with the same id, or -1 for id -1.
+    """Compute `ranks[n]`, the number of earlier choices with the same id, or -1 if the id is -1.
 
-    With SORTED, ranks[n] is the row of choice n, and source[row] = n, or -1 behind the last row.
-    through: [e, block], counts up to and including each block.
+    If SORTED is true, `ranks[n]` is the row of choice n, and `source[row] = n`, or -1 beyond the
+    last row.
+    through: tensor [e, block] with the counts up to and including each block.
     """
     block = tl.program_id(0)
     first = block * BLOCK
@@ -79,7 +82,8 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 @triton.jit
 def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Add 1 to load[n % K, ids[n]]. Atomic additions of integers give the same result in any order.
+    """Add 1 to `load[n % K, ids[n]]`. Atomic additions of integers give the same result in any
+    order.
     """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)

@@ -1,9 +1,10 @@
-"""`expert_matmul_blocks` and `expert_weight_grad_blocks` with torch's `scaled_grouped_mm`.
+"""The operations `expert_matmul_blocks` and `expert_weight_grad_blocks`, computed with torch's
+`scaled_grouped_mm`.
 
 The calls follow the interface published in torch 2.10 to 2.13
-(`aten/src/ATen/native/cuda/GroupedBlas.cpp`, `test/test_scaled_matmul_cuda.py`): e4m3 or packed
-e2m1 operands, scales in cuBLAS's tiles of 128 x 4, bfloat16 results. This code has never run on a
-GPU.
+(`aten/src/ATen/native/cuda/GroupedBlas.cpp`, `test/test_scaled_matmul_cuda.py`): operands are e4m3
+or packed e2m1, scales are in cuBLAS's tiles of 128 x 4, and results are bfloat16. This code has
+never run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Return why torch has no block-scaled grouped product on a device, or None if it has."""
+    """Return the reason why torch has no block-scaled grouped matmul on a device, or None if it has
+    one.
+    """
     if device.type != "cuda":
         return "not on a GPU"
     if torch.version.hip is not None:
@@ -44,14 +47,18 @@ def no_scaled_grouped_mm(device: torch.device) -> str | None:
 
 def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
                    token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Return why torch's product cannot compute `expert_matmul_blocks`, or None if it can."""
+    """Return the reason why torch's matmul cannot compute `expert_matmul_blocks`, or None if it
+    can.
+    """
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, w_blocks), w_blocks.width, w_blocks.codes.shape[1])
 
 
 def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                         dtype: torch.dtype) -> str | None:
-    """Return why torch's product cannot compute `expert_weight_grad_blocks`, or None if it can."""
+    """Return the reason why torch's matmul cannot compute `expert_weight_grad_blocks`, or None if
+    it can.
+    """
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, grad_blocks), x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
 
@@ -71,7 +78,7 @@ def _not_so(dtype: torch.dtype, operands: tuple[Blocks, Blocks], *widths: int) -
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """Multiply with torch's product; see `kernels.block_products.expert_matmul_blocks`."""
+    """Compute the matmul with torch; see `kernels.block_products.expert_matmul_blocks`."""
     rows = x_blocks if token_R is None else x_blocks.rows(token_R)
     outer = w_blocks.codes.shape[1]
     if not groups.total:
@@ -85,7 +92,7 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                                               on_cpu=False)
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
-    """Multiply with torch's product; see `kernels.block_products.expert_weight_grad_blocks`."""
+    """Compute the matmul with torch; see `kernels.block_products.expert_weight_grad_blocks`."""
     scales = (_tiled_columns(blocks.scales, blocks.block, groups)
               for blocks in (x_blocks, grad_blocks))
     return _call(x_blocks, grad_blocks, *scales, groups)
@@ -110,7 +117,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
 
 
 def _to_tiles(scales: Tensor) -> Tensor:
-    """Pad scales [..., M, B] with zeros to whole tiles."""
+    """Pad scales [..., M, B] with zeros to complete tiles."""
     rows, columns = scales.shape[-2:]
     filled = F.pad(scales.view(torch.uint8),
                    (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
@@ -118,9 +125,9 @@ def _to_tiles(scales: Tensor) -> Tensor:
 
 
 def _tiles(scales: Tensor) -> Tensor:
-    """Return whole tiles, one after the other, [..., M / 128, B / 4, 512].
+    """Return the complete tiles one after another, [..., M / 128, B / 4, 512].
 
-    Inside a tile, scale (r, c) is at position 16 (r % 32) + 4 (r // 32) + c (cuBLAS, 1D block
+    Inside a tile, the scale (r, c) is at position `16 (r % 32) + 4 (r // 32) + c` (cuBLAS, 1D block
     scaling factors layout).
     """
     high, wide = scales.shape[-2] // TILE_ROWS, scales.shape[-1] // TILE_COLUMNS
@@ -132,7 +139,9 @@ def _tiles(scales: Tensor) -> Tensor:
 
 
 def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
-    """Return scales [R', B'] in tiles, where each group's rows begin at a tile's first row."""
+    """Return scales [R', B'] in tiles, where the rows of each group begin at the first row of a
+    tile.
+    """
     rows, lengths_L = scales_RB.shape[0], groups.lengths_L
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
@@ -145,8 +154,8 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
-    """Return scales [M', B'] in tiles, group after group; each group begins at a tile's first
-    column.
+    """Return scales [M', B'] in tiles, group after group, where each group begins at the first
+    column of a tile.
     """
     columns, device = scales_MB.shape[1], scales_MB.device
     # Columns after the last group are treated as an additional group.

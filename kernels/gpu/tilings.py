@@ -1,8 +1,9 @@
-"""Tile sizes of the grouped matmuls and of the router, chosen by a rule.
+"""Tile sizes of the grouped matmuls and of the router, which are chosen by a rule.
 
-The same load always gives the same bits on one model of GPU. Another model may use other tiles, and
-may cut the sums of weight gradients into another number of parts (`rows_of_a_part`). Nothing is
-timed, because timings differ between runs and tiles determine the order of sums.
+On one model of GPU, the same load always gives bitwise equal results. A different model may use
+other tiles, and may split the sums of weight gradients into a different number of parts
+(`rows_of_a_part`). No times are measured, because measurements differ between runs and the tiles
+determine the order of summation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ ELEMENTS = 4096  # comparisons per program, few enough for their tile to stay in
 @triton.jit
 def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, least,
                 BT: tl.constexpr, BL: tl.constexpr):
-    """Compute `tile_table`. Every program counts the tiles of all groups, then finds BT tiles."""
+    """Compute `tile_table`. Every program counts the tiles of all groups, and then determines BT
+    tiles.
+    """
     l = tl.arange(0, BL)
     length = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32)
     tiles = tl.where(l < groups, tl.maximum((length + height - 1) // height, least), 0)
@@ -68,16 +71,17 @@ WEIGHT_REGISTERS, FP8_REGISTERS = 255, 240
 
 @dataclass(frozen=True)
 class Tiling:
-    """A tile and how it is computed.
+    """The size of a tile and the way in which it is computed.
 
     Attributes:
         rows, columns: size of the tile of the result.
-        depth: length of one step of the sum.
-        warps: warps per program.
-        stages: stages of the pipeline that loads operands.
-        programs: programs that fit on one multiprocessor.
-        flat: whether all steps of all tiles run in one loop, if tiles of both operands are copied.
-            A tile's first operands are then loaded while the previous tile is stored.
+        depth: number of elements of the summed dimension in one step.
+        warps: number of warps per program.
+        stages: number of stages of the pipeline that loads operands.
+        programs: number of programs that run on one multiprocessor at the same time.
+        flat: whether all steps of all tiles run in a single loop. This applies only if tiles of
+            both operands are copied. If so, the first operands of a tile are loaded while the
+            previous tile is stored.
     """
 
     rows: int
@@ -91,11 +95,11 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a GPU that determine the tiles.
+    """The properties of a GPU that determine the tile sizes.
 
     Attributes:
-        kind: "hopper" (compute capability 9: wgmma and TMA), "blackwell" (10: tcgen05 and TMA),
-            "ampere" (other NVIDIA GPUs), "amd".
+        kind: family of the GPU: "hopper" (compute capability 9: wgmma and TMA), "blackwell" (10:
+            tcgen05 and TMA), "ampere" (other NVIDIA GPUs) or "amd".
         processors: number of multiprocessors.
     """
 
@@ -104,12 +108,14 @@ class Chip:
 
     @property
     def copies_tiles(self) -> bool:
-        """Whether one instruction copies a tile into shared memory (TMA)."""
+        """True if a single instruction copies a tile into shared memory (TMA)."""
         return self.kind in ("hopper", "blackwell")
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Return the GPU of a device. In the interpreter, on a CPU, the chip has few processors."""
+    """Return the properties of the GPU of a device. In the interpreter, which runs on a CPU, the
+    returned GPU has few processors.
+    """
     if device.type != "cuda":
         return Chip("hopper", 2)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -129,17 +135,18 @@ FP8_TILING = Tiling(128, 128, 128, 8, 3)
 def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: int,
                    extra: bool = False, precision: str = "ieee", gathers: bool = True,
                    odd: bool = False) -> Tiling:
-    """Return the tile of a product over rows.
+    """Return the tile of a matmul over rows.
 
     Args:
         chip: properties of the GPU.
         dtype: dtype of the operands.
-        rows_each: average number of rows per expert. Few rows would waste most of a high tile.
-        results: number of sums that a program keeps at once (2 for gate and up).
-        extra: whether the epilogue reads further tiles.
-        precision: see `experts.precision`. Float32 on the matrix units uses larger tiles.
-        gathers: whether rows are gathered. A flat loop makes rows in order 2 to 13 % faster and
-            gathered rows 5 to 40 % slower (measured on an H100).
+        rows_each: average number of rows per expert. If there are few rows, a tile with many rows
+            would be mostly unused.
+        results: number of sums that a program keeps at the same time (2 for gate and up).
+        extra: whether the epilogue reads additional tiles.
+        precision: see `experts.precision`. Float32 matmuls on the matrix units use larger tiles.
+        gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows in order
+            and 5 to 40 % slower for gathered rows (measured on an H100).
         odd: whether a width is not a multiple of 16 bytes.
     """
     high = 64 if rows_each <= 96 else 128
@@ -162,24 +169,24 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the tokens of a tile of the router's kernels, for `values` values of `columns`
-    experts.
+    """Return the number of tokens in a tile of the router's kernels, which hold `values` values for
+    each of `columns` experts.
     """
     return max(1, min(128, values // columns))
 
 
 def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str = "ieee",
                   results: int = 1, odd: bool = False) -> Tiling:
-    """Return the tile of a weight gradient; its depth counts rows.
+    """Return the tile of a weight gradient, whose depth is a number of rows.
 
     Args:
         chip: properties of the GPU.
         dtype: dtype of the operands.
-        gathers: whether rows of an operand are gathered. The row numbers are loaded one stage
-            before the rows. Triton then turns two stages into one buffer, so that either pipeline
-            has 4 buffers (2 before Hopper).
+        gathers: whether the rows of an operand are gathered. The row indices are loaded one stage
+            before the rows. Triton then combines two stages into one buffer, so both pipelines have
+            4 buffers (2 before Hopper).
         precision: see `experts.precision`.
-        results: number of gradients for the same rows that a program sums at once.
+        results: number of gradients for the same rows that a program sums at the same time.
         odd: whether a width is not a multiple of 16 bytes.
     """
     if odd and dtype != torch.float32:
@@ -196,18 +203,19 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Return the number of rows after which a weight gradient's sum is cut, or None to cut no sum.
+    """Return the number of rows after which the sum of a weight gradient is split, or None if no
+    sum is split.
 
-    About `PROGRAMS_OF_A_WAVE` parts are made for each program that runs at once, whichever experts
-    the rows belong to. As a result, one hot expert occupies the whole GPU. Matrices with more tiles
-    than that are never cut.
+    About `PROGRAMS_OF_A_WAVE` parts are created for each program that runs at once, regardless of
+    the experts to which the rows belong. As a result, a single expert with most of the rows
+    occupies the whole GPU. The sums of matrices with more tiles than that are never split.
 
     Args:
         chip: properties of the GPU.
-        tiling: tile of the weight gradient.
-        tiles: number of tiles of one expert's matrix.
-        rows: number of rows of all experts.
-        least: smallest number of rows of a part.
+        tiling: tile of the weight gradient, as returned by this module.
+        tiles: number of tiles in the matrix of one expert.
+        rows: total number of rows of all experts.
+        least: smallest number of rows in a part.
     """
     wanted = PROGRAMS_OF_A_WAVE * chip.processors * tiling.programs
     part = -(-rows * tiles // wanted)

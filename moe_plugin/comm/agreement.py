@@ -18,18 +18,19 @@ _DIGEST = 32
 
 
 def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
-    """Check that all ranks of a group have equal settings. Collective: one all-gather of 40 bytes.
+    """Check that the settings are equal on all ranks of a group. Collective: the check costs one
+    all-gather of 40 bytes.
 
     The size of the all-gather is fixed, so the check completes even if the settings differ. The
-    settings themselves are gathered only if they differ. Simulated ranks share one process and are
-    not compared.
+    settings themselves are gathered only if the ranks' settings differ. Simulated ranks share one
+    process and are not compared.
 
     Args:
         comm: the group.
-        settings: values by name. Two values are equal if their `repr` is equal.
+        settings: values of the settings by name. Two values are equal if their `repr` is equal.
     Raises:
-        ValueError: the settings differ. Every rank raises the error, which lists each setting that
-            differs with its values and their ranks.
+        ValueError: If the settings differ. Every rank raises the error, which lists the name of
+            each setting that differs, its values, and the ranks that have each value.
     """
     if comm.size == 1 or not comm.separate:
         return
@@ -45,15 +46,15 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
 
 def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
                   recvs: Mapping[int, int]) -> dict[int, list[int]]:
-    """Exchange integers between ranks in host memory (`Comm.hosts`). Integers that a rank sends to
-    itself are copied.
+    """Exchange integers in host memory between ranks (see `Comm.hosts`). Integers that a rank sends
+    to itself are copied.
 
     Args:
         comm: the group.
-        sends: by peer, the integers to send.
-        recvs: by peer, the number of integers that the peer sends to this rank.
+        sends: by rank, the integers that this rank sends to it.
+        recvs: by rank, the number of integers that this rank receives from it.
     Returns:
-        The received integers, by peer.
+        The received integers, by the rank that sent them.
     """
     def others(items: Mapping[int, Any]) -> list[int]:
         return [peer for peer in items if peer != comm.rank]

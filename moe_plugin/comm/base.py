@@ -1,9 +1,9 @@
-"""`Comm`: the only interface through which a layer communicates with other ranks.
+"""`Comm`, the only interface through which a layer communicates with other ranks.
 
-A `Comm` is a group of ranks with the collectives below, without autograd. The differentiable
-versions are in `moe_plugin.comm.functional`. Hierarchical all-to-all algorithms consist of
-point-to-point messages in the same group (`send_receive`), so they need no additional process
-groups.
+A `Comm` is a group of ranks with the collectives below, which do not support autograd. The
+differentiable versions are in `moe_plugin.comm.functional`. Hierarchical all-to-all algorithms
+consist of point-to-point messages in the same group (`send_receive`), so they need no additional
+process groups.
 
 In a group of one rank, every collective is a copy.
 """
@@ -31,13 +31,13 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 
 class Collectives:
-    """The collectives that gather and sum a layer's data over ranks; this class uses those of the
-    backend.
+    """The collectives that gather and sum a layer's data over ranks. This class uses the
+    collectives of the backend.
 
     The data are expert parameters and their gradients, partial results of ranks with the same
-    tokens, and gradients of replicas. Subclasses implement other algorithms; their plans and
-    measurements for a group are stored in the group's state. Numbers that ranks agree on (counts,
-    capacities, losses) are small, and always use the group's own collectives instead.
+    tokens, and gradients of replicas. Subclasses implement other algorithms. Their plans and
+    measurements for a group are stored in the group's state. Numbers on which ranks agree (counts,
+    capacities, losses) are small, and are always sent with the group's own collectives.
     """
 
     name = "native"
@@ -47,28 +47,28 @@ class Collectives:
         """Return the collectives for a prepared group. Collective: all ranks call this method.
 
         network: function that returns the network between the ranks of the group.
-        cluster: optional. Cluster description for predicting which collectives are faster. By
-        default the collectives are measured.
+        cluster: optional. Cluster description that is used to predict which collectives are faster.
+        By default the collectives are measured instead.
         """
         return NATIVE
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """Concatenate all ranks' `x` [n, ...], of equal shapes, along dimension 0 to [size * n,
-        ...].
+        """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, along
+        dimension 0 to [size * n, ...].
         """
         return comm.all_gather(x)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum over ranks: [size * n, ...] to [n, ...]."""
+        """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...]."""
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Return the sum of `x` over ranks: any shape, a new tensor that is equal on all ranks."""
+        """Return the sum of `x` [...] over ranks as a new tensor that is equal on all ranks."""
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Start summing `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
+        """Start to sum `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
         _count_all_reduce(comm, x)
         return comm.start_all_reduce(x)
 
@@ -77,26 +77,27 @@ class Collectives:
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
-        """Predict the seconds of a collective (`kind`: all_gather, reduce_scatter or all_reduce).
+        """Predict the time in seconds of a collective (`kind`: all_gather, reduce_scatter or
+        all_reduce).
 
-        size: bytes of the whole tensor, over all ranks.
+        size: size in bytes of the whole tensor, over all ranks.
 
-        Returns None if a cluster file's times for the backend's collectives apply.
+        The result is None if the times of the backend's collectives in a cluster file apply.
         """
         return None
 
     def active(self, comm: Comm) -> str:
-        """Return the name of the collectives that run in a group, for statistics."""
+        """Return the name of the collectives that are used in a group, for statistics."""
         return self.name
 
     def describe(self, comm: Comm) -> str:
-        """Return a description of the collectives that run in a group, and why they were chosen."""
+        """Describe the collectives that are used in a group, and the reason for their choice."""
         return "native, the backend's own"
 
 
 def _count_all_reduce(comm: Comm, x: Tensor) -> None:
     """Count the bytes that each rank sends in a ring all-reduce, because backends do not report
-    their traffic.
+    them.
     """
     comm.counters.sent(2 * (comm.size - 1), 2 * (comm.size - 1) * x.nbytes // comm.size)
 
@@ -110,13 +111,12 @@ class Comm(RankGroup):
     """A group of ranks and its collectives.
 
     Attributes:
-        receive_first: whether point-to-point messages, with all receives posted first, are the
+        receive_first: whether point-to-point messages whose receives are all posted first are the
             fastest linear all-to-all on this backend.
-        threaded: whether exchanges may run in another thread (on views created by `with_tag`).
-        key: key by which torch operations find the group (`comm.graph_ops`); None without such a
-            key.
-        tag: number that separates exchanges running at the same time, see `with_tag`.
-        collectives: implementation that gathers and sums data, see `with_collectives`.
+        threaded: whether exchanges may run in a different thread (on views created by `with_tag`).
+        key: key by which torch operations find the group (see `comm.graph_ops`), or None.
+        tag: number that separates exchanges that run at the same time; see `with_tag`.
+        collectives: implementation that gathers and sums data; see `with_collectives`.
     """
 
     receive_first: bool = False
@@ -128,24 +128,23 @@ class Comm(RankGroup):
     @abstractmethod
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange pieces along dimension 0 with the backend's all-to-all.
+        """Exchange pieces along dimension 0 using the backend's all-to-all.
 
         Rank i's j-th piece becomes rank j's i-th piece.
 
         Args:
-            x: [sum(send), ...], contiguous, any dtype.
-            send: optional. Lengths of the pieces to each rank. By default all pieces are equal.
-            recv: optional. Lengths of the pieces from each rank. By default all pieces are equal.
+            x: contiguous tensor [sum(send), ...] of any dtype.
+            send: optional. Length of the piece sent to each rank. By default all lengths are equal.
+            recv: optional. Length of the piece received from each rank. By default they are equal.
         Returns:
-            A new tensor [sum(recv), ...] of the same dtype, with the pieces in rank order.
+            A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start an all-to-all of equal pieces of `x`, and return a function that waits for the
-        result.
+        """Start an all-to-all of equal pieces of `x`, and return a function that awaits the result.
 
-        All ranks start their exchanges in the same order. `x` [size * n, ...] must be contiguous
-        and must not change until the exchange completes.
+        All ranks must start their exchanges in the same order. `x` [size * n, ...] must be
+        contiguous and must not change until the exchange completes.
         """
         received = self.all_to_all(x)
         return lambda: received
@@ -154,71 +153,74 @@ class Comm(RankGroup):
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Return the element-wise `sum` or `max` over ranks as a new tensor, equal on all ranks.
 
-        x: any shape, the same on all ranks.
+        x: tensor of any shape, which must be the same on all ranks.
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start summing `x` over ranks, and return a function that waits for the sum and returns
-        it.
+        """Start to sum `x` over ranks, and return a function that waits for the sum and returns it.
 
-        All ranks start their collectives in the same order. `x` has the same shape on all ranks and
-        may be overwritten. In this base class the sum is complete when the method returns.
+        All ranks must start their collectives in the same order. `x` must have the same shape on
+        all ranks and may be overwritten. In this base class the sum is complete when the method
+        returns.
         """
         total = self.all_reduce(x)
         return lambda: total
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate all ranks' `x` [n, ...], of equal shapes, to a new tensor [size * n, ...]."""
+        """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, to a new
+        tensor [size * n, ...].
+        """
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's piece [n, ...] of the sum over ranks of `x` [size * n, ...], as a new
-        tensor.
+        """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's piece [n, ...] as
+        a new tensor.
         """
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a new tensor equal to the `x` of rank `root`. The shape is the same on all ranks.
-        """
+        """Return a copy of `x` on rank `root`. The shape must be the same on all ranks."""
 
     @abstractmethod
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
         """Exchange point-to-point messages. All receives are posted before any send.
 
-        Every rank of the group calls this method, with empty lists if it has no messages.
+        Every rank of the group must call this method, with empty lists if it has no messages.
 
         Args:
-            sends: (peer, contiguous tensor) for each outgoing message; any dtype, not empty.
-            recvs: (peer, contiguous buffer to fill) for each incoming message.
+            sends: the pair (peer, contiguous nonempty tensor of any dtype) for each message sent.
+            recvs: the pair (peer, contiguous buffer to fill) for each incoming message.
         """
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         """Start point-to-point messages as in `send_receive`, and return a function that waits for
         them.
 
-        Any rank may call this method, in any order. Only messages with the same tag between the
-        same two ranks are matched in the order in which they are posted. The tensors must not
-        change until the messages complete. In this base class they are complete when the method
-        returns.
+        Only ranks that send or receive messages need to call this method, in any order. Messages
+        between the same two ranks are matched in the order in which they are posted if their tags
+        are equal. The tensors must not change until the messages complete. In this base class the
+        messages are complete when the method returns.
         """
         self.send_receive(sends, recvs)
         return lambda: None
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Return the `Comm` of some ranks (indices in this group), or None on all other ranks.
+        """Return the `Comm` of some ranks (indices in this group) on these ranks, and None on all
+        other ranks.
 
-        Collective: all ranks call this method, in the same order. The subgroup has its part of this
-        group's topology.
+        Collective: all ranks call this method, in the same order. The topology of the subgroup is
+        the corresponding part of this group's topology.
         """
 
     @contextmanager
     def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Raise a failure inside the block as a `CommError` with rank, group, collective and sizes.
+        """Convert a failure inside the block to a `CommError` that contains the rank, group,
+        collective and sizes.
 
-        describe: returns a description of the collective and its sizes. Called only after a
-        failure, or at the start if the collective may fail asynchronously.
+        describe: function that returns a description of the collective and its sizes. It is called
+        only after a failure, or at the start if the collective may fail asynchronously.
         """
         if self.fails_later:
             self.state.started.append(describe())
@@ -240,8 +242,8 @@ class Comm(RankGroup):
     def contiguous_subgroup(self, size: int) -> Comm:
         """Return the subgroup of `size` consecutive ranks that contains this rank.
 
-        `size` must divide the size of this group. The first use of a size is collective. Traffic in
-        the subgroup is counted in this group's counters.
+        `size` must divide the size of this group. The first call with each size is collective.
+        Traffic in the subgroup is counted in this group's counters.
         """
         ranks = [range(first, first + size) for first in range(0, self.size, size)]
         view = copy.copy(self._own_part(ranks))
@@ -249,15 +251,14 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of this rank and all ranks at a distance that is a multiple of
-        `stride`.
+        """Return the subgroup of all ranks at a distance from this rank that `stride` divides.
 
-        `stride` must divide the size of this group. The first use of a stride is collective.
+        `stride` must divide the size of this group. The first call with each stride is collective.
         """
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """Return the subgroup of the part that contains this rank. The first use of a part is
+        """Return the subgroup of the part that contains this rank. The first call for each part is
         collective.
         """
         own_part = next(part for part in parts if self.rank in part)
@@ -269,15 +270,15 @@ class Comm(RankGroup):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this method."""
 
     @property
     def hosts(self) -> Comm:
-        """A group of the same ranks for numbers in host memory, in which hosts do not wait for
-        devices.
+        """A group of the same ranks for numbers in host memory, whose use does not make hosts wait
+        for devices.
 
         The result is this group if it accepts CPU tensors. Otherwise the result is a separate
-        group, whose creation at the first use is collective.
+        group, which is created collectively at the first use.
         """
         return self
 
@@ -287,14 +288,15 @@ class Comm(RankGroup):
         return self.counters.bytes
 
     def with_tag(self, tag: int) -> Comm:
-        """Return a view of this group for another thread. Messages with different tags do not mix.
+        """Return a view of this group that can be used in a different thread. Messages with
+        different tags are never confused.
         """
         view = copy.copy(self)
         view.tag = tag
         return view
 
     def with_collectives(self, collectives: Collectives) -> Comm:
-        """Return a view of this group that gathers and sums its data with `collectives`."""
+        """Return a view of this group that uses `collectives` to gather and sum its data."""
         if collectives is self.collectives:
             return self
         view = copy.copy(self)
@@ -304,10 +306,10 @@ class Comm(RankGroup):
         return view
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over ranks of numbers in host memory; the result is equal
+        """Return the element-wise maximum over ranks of numbers in host memory. The result is equal
         on all ranks.
 
-        Only point-to-point messages between `hosts` are used, in log2(size) rounds.
+        Only point-to-point messages in the group `hosts` are used, in log2(size) rounds.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
@@ -324,10 +326,10 @@ def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: st
     """Return the lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal
     lengths.
 
-    what: name of the argument, for error messages.
+    what: name of the argument, which is used in error messages.
 
-    Raises a `ValueError` if the number of splits differs from the number of ranks, or if the rows
-    cannot be split equally.
+    A `ValueError` is raised if the number of splits differs from the number of ranks, or if the
+    rows cannot be split equally.
     """
     if splits is not None:
         if len(splits) != size:
@@ -356,30 +358,30 @@ COLLECTIVES: dict[str, tuple[Callable[[Comm, Tensor], Tensor], Callable[[int, in
 
 
 class LocalComm(Comm):
-    """The group of this rank alone. Nothing is sent."""
+    """A group that contains only this rank. Nothing is sent."""
 
     def __init__(self) -> None:
         super().__init__(0, 1, "local")
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of x, [n, ...]."""
+        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Return a copy of x, any shape."""
+        """Return a copy of `x`, which may have any shape."""
         return x.clone()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return a copy of x, [n, ...]."""
+        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return a copy of x, [n, ...]."""
+        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a copy of x, any shape."""
+        """Return a copy of `x`, which may have any shape."""
         return x.clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -388,7 +390,7 @@ class LocalComm(Comm):
             target.copy_(source)
 
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Return this group for ranks [0], else None."""
+        """Return this group if `ranks` is [0], else None."""
         return self if list(ranks) == [0] else None
 
     def barrier(self) -> None:

@@ -1,10 +1,10 @@
 """All-gather and reduce-scatter in two steps: between nodes, and within each node.
 
-A ring over N nodes of P ranks sends (N P - 1) pieces over every node's link. The two steps send
-only (N - 1) P pieces: each rank exchanges data with the ranks that have the same local rank on
-other nodes, and then with the ranks of its own node. Rows that no rank of a node needs are not sent
-to that node (`Wanted`). The two steps are useful if links between nodes are slower than links
-within a node.
+A ring over N nodes of P ranks sends (N P - 1) pieces over the link of every node. The two steps
+send only (N - 1) P pieces over the link of every node: each rank exchanges data with the ranks that
+have the same local rank on other nodes, and then with the ranks of its own node. Rows that no rank
+of a node needs are not sent to that node (`Wanted`). The two steps are faster if links between
+nodes are slower than links within a node.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Wanted = Sequence[Sequence[Tensor]]
 
 
 def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Concatenate all ranks' `x` along dimension 0: [n, ...] to [size * n, ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to [size * n, ...].
 
-    The group's topology must allow two steps, see `Topology.two_steps`.
+    The group's topology must allow two steps; see `Topology.two_steps`.
 
     Args:
         comm: the group.
-        x: [n, ...], the same shape on all ranks.
-        wanted: optional. The rows that each node receives, equal on all ranks; other rows are zero
-            in the result. By default every node receives all rows.
+        x: tensor [n, ...], which must have the same shape on all ranks.
+        wanted: optional. The rows that each node receives, which must be equal on all ranks. All
+            other rows are zero in the result. By default every node receives all rows.
     """
     rows = _Rows(comm, x.shape[0], wanted)
     column, this_node = rows.column(comm.rank), rows.here
@@ -47,15 +47,16 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
 
 
 def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Return this rank's part of the sum over ranks: [size * n, ...] to [n, ...].
+    """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of the
+    sum.
 
-    The group's topology must allow two steps, see `Topology.two_steps`. Values are summed within
-    each node first, in the order of its ranks, and then in the order of the nodes.
+    The group's topology must allow two steps; see `Topology.two_steps`. Values are summed first
+    within each node, in the order of its ranks, and then in the order of the nodes.
 
     Args:
         comm: the group.
-        x: [size * n, ...], the same shape on all ranks.
-        wanted: optional. The rows of each rank to which each node contributes, see
+        x: tensor [size * n, ...], which must have the same shape on all ranks.
+        wanted: optional. The rows of each rank to which each node contributes; see
             `gather_by_nodes`. By default every node contributes to all rows.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
@@ -81,7 +82,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors, in order, accumulated in the first tensor."""
+    """Return the sum of the tensors, which are added in order to the first tensor."""
     total = parts[0]
     for part in parts[1:]:
         total += part
@@ -96,11 +97,12 @@ class _Rows:
         self.here = self.node(comm.rank)
 
     def node(self, rank: int) -> int:
-        """Return the node of a rank."""
+        """Return the index of the node of a rank."""
         return self.topology.node_of[rank]
 
     def column(self, rank: int) -> list[int]:
-        """Return the ranks with the same local rank as `rank`, one per node, in the order of nodes.
+        """Return the ranks with the same local rank as `rank`, one from each node, in the order of
+        nodes.
         """
         return [node[self.topology.local_of[rank]] for node in self.topology.nodes]
 
@@ -113,14 +115,16 @@ class _Rows:
         return self.length if self.wanted is None else len(self.wanted[rank][node])
 
     def take(self, x: Tensor, rank: int, node: int) -> Tensor:
-        """Return the rows of a rank's `x` [n, ...] that a node needs, contiguous."""
+        """Return the rows of a rank's tensor `x` [n, ...] that a node needs, as a contiguous
+        tensor.
+        """
         if self.wanted is None:
             return x.contiguous()
         return x.index_select(0, self.wanted[rank][node])
 
     def placed(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        """Return the rows that this node received from all ranks at their positions, [size * n,
-        ...].
+        """Return a tensor [size * n, ...] in which the rows that this node received from all ranks
+        are at their original positions.
         """
         if self.wanted is None:
             return torch.cat([pieces[rank] for rank in range(self.comm.size)])
@@ -138,15 +142,15 @@ class _Rows:
 
 
 def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
-    """Return the `Wanted` rows for a group that gathers in two steps.
+    """Return the `Wanted` rows for a group that gathers data in two steps.
 
     Args:
         comm: the group.
-        on_node_AN: bool [size * n, nodes], whether a row, in rank order, is needed on a node; equal
-            on all ranks.
+        on_node_AN: bool [size * n, nodes], which states for each row, in rank order, whether a node
+            needs it. It must be equal on all ranks.
     Returns:
-        The rows that each node needs, or None if the group does not use two steps, in which case
-            all rows are sent everywhere.
+        The rows that each node needs, or None if the group does not use two steps. In that case all
+            rows are sent to all ranks.
     """
     if not comm.by_nodes:
         return None

@@ -1,4 +1,4 @@
-"""Pieces of a tensor along dimension 0: functions that reorder and exchange pieces, and that send
+"""Functions that reorder and exchange pieces of a tensor along dimension 0, and functions that send
 several tensors in one exchange.
 
 The all-to-all algorithms are built from these functions.
@@ -19,20 +19,20 @@ from moe_plugin.kernels import transpose_chunks
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The parts of a packed row.
+    """The layout of a packed row.
 
     Attributes:
-        parts: dtype, shape of a row, and bytes of a row for each packed tensor.
+        parts: dtype, row shape, and number of bytes per row of each packed tensor.
     """
 
     parts: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> PackedLayout:
-        """Return the layout for packing tensors [R, ...].
+        """Return the layout with which tensors [R, ...] are packed.
 
         Raises:
-            ValueError: the tensors differ in length.
+            ValueError: If the tensors differ in length.
         """
         if len({len(x) for x in tensors}) != 1:
             raise ValueError(
@@ -45,8 +45,8 @@ class PackedLayout:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
-    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes, uint8 [R, B]. Returns the
-    bytes and the layout for `unpack`.
+    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes, with the result uint8 [R,
+    B]. The result consists of the bytes and the layout for `unpack`.
     """
     layout = PackedLayout.of(tensors)
     return torch.cat(
@@ -55,8 +55,8 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Split packed rows, uint8 [R, B], into tensors [R, ...], the inverse of `pack` for any number
-    of rows.
+    """Split packed rows, uint8 [R, B], into tensors [R, ...]. This is the inverse of `pack` for any
+    number of rows.
     """
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
@@ -80,12 +80,12 @@ def _from_bytes(column: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Cut `x` into pieces and concatenate the pieces in another order, in one copy.
+    """Split `x` into pieces and concatenate the pieces in a different order, in one copy.
 
     Args:
         x: [sum(lengths), ...].
         lengths: number of rows of each piece.
-        order: for each piece of the result, its index in `lengths`.
+        order: for each piece of the result, the index of this piece in `lengths`.
     """
     parts = x.split(list(lengths))
     wanted = [parts[i] for i in order if lengths[i]]
@@ -96,19 +96,20 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     """Reorder `outer * inner` equal pieces from outer-major to inner-major order, in one strided
     copy.
 
-    On a GPU the copy is a Triton kernel.
+    On a GPU the copy is made by a Triton kernel.
 
     Args:
-        x: [outer * inner * c, ...]; piece (o, j) becomes piece (j, o).
+        x: tensor [outer * inner * c, ...]. Its piece (o, j) becomes piece (j, o) of the result.
         outer: number of outer pieces.
-        inner: number of pieces in each outer piece.
+        inner: number of inner pieces in each outer piece.
     """
     return x if outer == 1 or inner == 1 or not x.numel() else transpose_chunks(x, outer, inner)
 
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
                     recvs: Iterable[tuple[int, Tensor]]) -> None:
-    """Send and receive (peer, [n, ...]) with `comm.send_receive`, without empty tensors.
+    """Send and receive the pairs (peer, tensor [n, ...]) with `comm.send_receive`, leaving out
+    empty tensors.
 
     Pieces that a rank sends to itself are copied.
     """
@@ -122,20 +123,21 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return `ranks` in cyclic order after `rank`, so that every rank starts with a different peer.
+    """Return `ranks` in cyclic order, starting after `rank`, so that every rank starts with a
+    different peer.
     """
     start = ranks.index(rank) + 1 if rank in ranks else 0
     return list(ranks[start:]) + list(ranks[:start])
 
 
 def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:
-    """Exchange equal pieces among `ranks`, which include this rank.
+    """Exchange equal pieces among `ranks`, which must include this rank.
 
     Args:
         comm: the group.
         ranks: ranks of the group that take part.
-        x: [len(ranks) * n, ...], contiguous; piece i is sent to ranks[i].
-        out: [len(ranks) * n, ...], contiguous; piece i is received from ranks[i].
+        x: contiguous tensor [len(ranks) * n, ...], whose piece i is sent to `ranks[i]`.
+        out: contiguous tensor [len(ranks) * n, ...], whose piece i is received from `ranks[i]`.
     """
     if not x.numel():
         return
@@ -168,11 +170,12 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """Return this rank's part of the sum over ranks, [size * n, ...] to [n, ...], with a ring of
-    messages.
+    """Sum the tensors [size * n, ...] of all ranks with a ring of messages, and return this rank's
+    part [n, ...].
 
-    Each rank sends (size - 1)/size of `x`. Gloo's own reduce-scatter sums all of `x` on every rank
-    and sends twice as many bytes. Part j is summed in the order of ranks j+1, ..., j.
+    Each rank sends the fraction (size - 1)/size of `x`. Gloo's own reduce-scatter sums all of `x`
+    on every rank, and sends twice as many bytes. Part j is summed in the order of the ranks j+1,
+    ..., j.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():

@@ -1,8 +1,8 @@
-"""All-to-all algorithms: the base class `Exchange`, and the registry in which each algorithm
-declares its requirements and its cost.
+"""All-to-all algorithms: the base class `Exchange`, and the registry in which the requirements and
+the cost of each algorithm are declared.
 
-A new algorithm is one file that registers itself. `auto`, the planner and the log then use it
-automatically.
+A new algorithm is added as a single file that registers the algorithm. `auto`, the planner and the
+log then use the new algorithm automatically.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
 class Exchange(ABC):
-    """An all-to-all algorithm. One object serves all groups; the state of a group is stored in
+    """An all-to-all algorithm. One object is used for all groups. The state of a group is stored in
     `Comm.state`.
 
     Attributes:
-        in_background: whether the exchange may run in another thread or on a side stream while the
-            rank computes.
+        in_background: whether the exchange may run in a different thread or on a side stream while
+            the rank computes.
         direct: name under which calls are counted, if the algorithm sends one message from every
-            rank to every other rank and therefore needs no thread to run in the background. None
-            for other algorithms.
-        rounds: number of consecutive rounds of messages. `auto` tries algorithms with fewer rounds
-            first; an algorithm with more rounds must be clearly faster to be chosen.
+            rank to every other rank and therefore needs no thread to run in the background. It is
+            None for other algorithms.
+        rounds: number of consecutive rounds of messages in the algorithm. `auto` tries algorithms
+            with fewer rounds first; an algorithm with more rounds must be clearly faster to be
+            chosen.
     """
 
     in_background: bool = True
@@ -42,36 +43,37 @@ class Exchange(ABC):
     @abstractmethod
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange rows of `x` along dimension 0, see `Comm.all_to_all`. All ranks call this
+        """Exchange rows of `x` along dimension 0; see `Comm.all_to_all`. All ranks must call this
         method.
         """
 
     @property
     def back(self) -> Exchange:
-        """The exchange for the opposite direction: for results of experts, and for gradients of the
-        rows that this exchange sent.
+        """The exchange for the opposite direction, which is used for results of experts and for
+        gradients of the rows that this exchange sent.
 
-        The `back` of the returned exchange is this exchange. The default is this exchange itself.
+        The attribute `back` of the returned exchange is this exchange. By default it is this
+        exchange itself.
         """
         return self
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """Return the exchange that runs for one call. All ranks call this method in program order,
-        so it may be collective.
+        """Return the exchange that is used for one call. All ranks call this method in program
+        order, so the implementation may be collective.
 
         The arguments are those of the exchange itself. Only the shape and dtype of `x` are used.
         """
         return self
 
     def lacks(self, comm: Comm) -> str | None:
-        """Return the requirement that a prepared group does not meet, so that `linear` runs
-        instead, or None if all requirements are met.
+        """Return the first requirement that a prepared group does not meet, or None if all
+        requirements are met. If a requirement is not met, `linear` runs instead.
         """
         return None
 
     def tried(self, comm: Comm) -> bool:
-        """Return whether `auto` may choose this algorithm in a prepared group."""
+        """Return true if `auto` may choose this algorithm in a prepared group."""
         return False
 
 
@@ -88,7 +90,7 @@ class FunctionExchange(Exchange):
 
 
 class RegisteredExchange(FunctionExchange):
-    """A registered function with its declarations, see `ExchangeRegistry.register`.
+    """A registered function with its declarations; see `ExchangeRegistry.register`.
 
     Calls are counted. If the group does not meet a requirement, `linear` runs instead.
     """
@@ -123,38 +125,40 @@ def _everywhere(comm: Comm) -> bool:
 
 
 def several_nodes(comm: Comm) -> str | None:
-    """Return why a hierarchical algorithm cannot be faster in a group, for the `lacks` argument of
-    `register`.
+    """Return the reason why a hierarchical algorithm cannot be faster in a group. This function is
+    used as the argument `lacks` of `register`.
     """
     return comm.topology.why_flat()
 
 
 class ExchangeRegistry(Registry[Exchange]):
-    """All-to-all algorithms by name. Plain functions are converted to `Exchange` objects."""
+    """A registry of all-to-all algorithms by name. Plain functions are converted to `Exchange`
+    objects.
+    """
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
                  lacks: Callable[[Comm], str | None] = _nothing,
                  tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
                  **options: Any) -> Callable[[Algorithm], Algorithm]:
-        """Register an algorithm: `@algorithms.register("mine")` on a function `(comm, x, send,
-        recv) -> rows`.
+        """Register an algorithm, for example with `@algorithms.register("mine")` on a function
+        `(comm, x, send, recv) -> rows`.
 
-        The decorator returns the decorated object, and `get` returns the `Exchange`. An `Exchange`
-        object declares all arguments other than `cost` itself.
+        The decorator returns the decorated object unchanged, and `get` returns the `Exchange`. An
+        `Exchange` object itself declares the values of all arguments other than `cost`.
 
         Args:
-            name: name of the algorithm.
-            direct: see `Exchange`; a boolean here, because calls are counted under `name`.
+            name: name under which the algorithm is registered.
+            direct: see `Exchange`. Here it is a boolean, because calls are counted under `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.
-            cost: optional. Cost model with which the planner predicts the algorithm. By default the
-                algorithm is only measured, or predicted by a separate file in
-                `planner.all_to_all_cost` that programs without torch can read.
+            cost: optional. Cost model with which the planner predicts the time of the algorithm. By
+                default the algorithm is only measured, or predicted by a separate file in
+                `planner.all_to_all_cost` that can be read by programs without torch.
             options: see `Registry.register`.
         Raises:
-            ValueError: the name is already registered.
-            TypeError: the decorated object is neither an `Exchange` nor a function.
+            ValueError: If the name is already registered.
+            TypeError: If the decorated object is neither an `Exchange` nor a function.
         """
         add = super().register(name, **options)
 

@@ -1,4 +1,5 @@
-"""`Forest`: collectives that run along throughput-optimal trees of a group's network (ForestColl).
+"""`Forest`, which provides collectives that run along throughput-optimal trees of a group's network
+(ForestColl).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EXAMPLE = 1 << 20  # bytes for which speeds are compared and reported
 
 @dataclass
 class _Planned:
-    """The trees of one group by network. Each network is planned once."""
+    """The trees of one group for each network. Each network is planned only once."""
 
     by_network: dict[str, Trees] = field(default_factory=dict)
 
@@ -39,12 +40,12 @@ class _Planned:
 @collective_kinds.register("forest")
 @dataclass(frozen=True)
 class Forest(Collectives):
-    """Collectives along throughput-optimal trees, planned for the network of the group
+    """Collectives along throughput-optimal trees that are planned for the network of the group
     (ForestColl).
 
     Attributes:
-        network: network whose rank i is rank i of the group.
-        source: description of where the network comes from.
+        network: network in which rank i is rank i of the group.
+        source: description of the origin of the network.
     """
 
     network: Network
@@ -53,8 +54,8 @@ class Forest(Collectives):
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Create the collectives of a group, see `Collectives`. The trees are planned immediately,
-        so that errors occur before training starts.
+        """Create the collectives of a group; see `Collectives`. The trees are planned immediately,
+        so errors occur before training starts.
         """
         made = cls(*network())
         made.trees(comm)
@@ -70,7 +71,7 @@ class Forest(Collectives):
         return trees.all_reduce(comm, self.trees(comm), x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Start an all-reduce, see `Collectives`. The sum runs in the background if the group
+        """Start an all-reduce; see `Collectives`. The sum runs in the background if the group
         supports it (`comm.handles`).
         """
         planned = self.trees(comm)  # planning may be collective, so it runs here, in program order
@@ -84,7 +85,7 @@ class Forest(Collectives):
         return sum(predicted_s(half, size) for half in halves)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives of a subgroup, see `Collectives`. Native collectives are used if
+        """Return the collectives of a subgroup; see `Collectives`. Native collectives are used if
         the network does not connect the subgroup's ranks.
         """
         try:
@@ -98,7 +99,7 @@ class Forest(Collectives):
         plans the trees.
 
         Raises:
-            ValueError: the planner rejects the network. All ranks raise the error.
+            ValueError: If the planner rejects the network. All ranks raise the error.
         """
         known = comm.state.get(_Planned).by_network
         if self.key not in known:
@@ -107,7 +108,7 @@ class Forest(Collectives):
 
     @cached_property
     def key(self) -> str:
-        """The network as text, used as the key for trees and predictions."""
+        """The network as a string, which is used as the key for trees and predictions."""
         return json.dumps(self.network.to_dict())
 
     def describe(self, comm: Comm) -> str:
@@ -118,10 +119,10 @@ class Forest(Collectives):
 
 
 def plan_few(network: Network, collective: str) -> Schedule:
-    """Plan the optimal trees, or fewer trees of nearly the same speed if the optimum needs more
-    than `FEW` trees per rank.
+    """Plan the optimal trees. If the optimum needs more than `FEW` trees per rank, plan fewer trees
+    with nearly the same speed.
 
-    Fewer trees are preferred because each tree costs messages.
+    Fewer trees are preferred because each tree requires additional messages.
     """
     best = plan(network, collective)
     for k in range(1, FEW + 1) if best.k > FEW else ():
@@ -132,7 +133,7 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """Return the trees planned by the group's first rank, equal on all ranks."""
+    """Return the trees planned by the group's first rank, which are equal on all ranks."""
     text = ""
     if comm.rank == 0:
         try:
@@ -149,7 +150,7 @@ def _agreed(comm: Comm, network: Network) -> Trees:
 
 
 def _broadcast_text(comm: Comm, text: str) -> str:
-    """Return the text of the group's first rank on all ranks."""
+    """Return on all ranks the string that is passed by the group's first rank."""
     data = text.encode()
     length = int(comm.broadcast(torch.tensor([len(data)])))
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (

@@ -1,13 +1,14 @@
 """Differentiable collectives, for ranks with different losses (data and expert parallelism) and for
 ranks that share one loss (tensor parallelism).
 
-An all-to-all accepts an `anchor`, a parameter of the layer. If the data itself needs no gradient on
-one rank (for example because the input is not trained), the anchor keeps the node in the autograd
-graph. Either all ranks or no ranks then run the backward collective.
+An all-to-all accepts an `anchor`, which is a parameter of the layer. If the input of the all-to-all
+needs no gradient on one rank (for example because it is not trained), the anchor keeps the node in
+the autograd graph. As a result, the backward collective runs either on all ranks or on no rank.
 
-`split`, `gather`, `sum_parts` and `enter` mark the borders of a region in which each rank computes
-a part, as Megatron's f and g do. Gradients outside the region are equal on all ranks and are never
-summed over ranks. Gradients of the parts are summed.
+`split`, `gather`, `sum_parts` and `enter` are applied at the boundaries of a region in which each
+rank computes a part of the result, like the functions f and g of Megatron. Gradients outside the
+region are equal on all ranks and are never summed over ranks. Gradients of each rank's part are
+summed over ranks.
 """
 
 from __future__ import annotations
@@ -42,18 +43,20 @@ class _AllToAll(torch.autograd.Function):
 
 def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] | None = None,
                recv: Sequence[int] | None = None, anchor: Tensor | None = None) -> Tensor:
-    """Exchange pieces along dimension 0. The gradient is the reverse exchange with
+    """Exchange pieces of a tensor along dimension 0. The gradient is the reverse exchange with
     `algorithm.back`.
 
     Args:
         x: [sum(send), ...].
         comm: the group.
-        algorithm: the exchange that runs.
-        send: optional. Lengths of the pieces to each rank, see `Comm.all_to_all`.
-        recv: optional. Lengths of the pieces from each rank, see `Comm.all_to_all`.
-        anchor: optional. A parameter, see the module docstring.
+        algorithm: the exchange algorithm that is used.
+        send: optional. Length of the piece sent to each rank; see `Comm.all_to_all`.
+        recv: optional. Length of the piece received from each rank; see `Comm.all_to_all`.
+        anchor: optional. A parameter that keeps the node in the autograd graph; see the module
+            docstring.
     Returns:
-        [sum(recv), ...], pieces in rank order; `x` itself in a group of one rank.
+        The received pieces in rank order, [sum(recv), ...]. In a group of one rank, `x` itself is
+        returned.
     """
     if comm.size == 1:
         return x
@@ -61,7 +64,9 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 
 class _Pair(torch.autograd.Function):
-    """One collective in forward and another one in backward, see `with_backward`."""
+    """An autograd function that runs one collective in forward and a different one in backward; see
+    `with_backward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
@@ -76,15 +81,16 @@ class _Pair(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
-    """Run one collective whose gradient is another collective. Returns `x` itself in a group of one
-    rank.
+    """Run a collective whose gradient is computed by a different collective. In a group of one
+    rank, `x` itself is returned.
 
     Args:
         x: [n, ...].
         comm: the group.
-        forward: `all_gather`, `reduce_scatter`, `all_reduce` or `own_part` (this rank's 1/size
-            along dimension 0).
-        backward: same choices as `forward`, or `identity`.
+        forward: name of the collective: `all_gather`, `reduce_scatter`, `all_reduce` or `own_part`
+            (this rank's 1/size along dimension 0).
+        backward: name of the collective for the gradient: one of the choices for `forward`, or
+            `identity`.
     """
     if comm.size == 1:
         return x
@@ -94,7 +100,7 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
 
 
 def all_gather(x: Tensor, comm: Comm) -> Tensor:
-    """Concatenate all ranks' `x` along dimension 0: [n, ...] to [size * n, ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to [size * n, ...].
 
     The gradient is a reduce-scatter, because each rank's loss depends on the whole result.
     """
@@ -117,7 +123,7 @@ class _Enter(torch.autograd.Function):
 
 
 def split(x: Tensor, comm: Comm) -> Tensor:
-    """Return this rank's part of a tensor that is equal on all ranks: [size * n, ...] to [n, ...].
+    """Given a tensor [size * n, ...] that is equal on all ranks, return this rank's part [n, ...].
 
     The backward pass gathers the parts.
     """
@@ -125,7 +131,7 @@ def split(x: Tensor, comm: Comm) -> Tensor:
 
 
 def gather(x: Tensor, comm: Comm) -> Tensor:
-    """Concatenate all ranks' parts along dimension 0: [n, ...] to [size * n, ...].
+    """Concatenate the parts [n, ...] of all ranks along dimension 0 to [size * n, ...].
 
     The backward pass returns this rank's part of the gradient.
     """
@@ -133,7 +139,8 @@ def gather(x: Tensor, comm: Comm) -> Tensor:
 
 
 def sum_parts(x: Tensor, comm: Comm) -> Tensor:
-    """Return the sum of the ranks' parts, any shape (Megatron's g).
+    """Return the sum over ranks of each rank's part, which may have any shape (the function g of
+    Megatron).
 
     The gradient of each part equals the gradient of the sum.
     """
@@ -142,15 +149,16 @@ def sum_parts(x: Tensor, comm: Comm) -> Tensor:
 
 def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
           comm: Comm) -> tuple[Tensor, Tensor]:
-    """Return both tensors unchanged. The backward pass sums the ranks' parts of both gradients
-    (Megatron's f).
+    """Return the tokens and the routing weights unchanged. The backward pass sums the gradients of
+    both tensors over ranks (the function f of Megatron).
 
-    One all-reduce, in the dtype of x, sums both gradients.
+    A single all-reduce, in the dtype of `x`, sums both gradients.
 
     Args:
-        x_TD: tokens, equal on all ranks.
-        weights_TK: routing weights of the tokens.
-        anchor: optional. A parameter, see the docstring of `comm.functional`.
+        x_TD: tokens, which are equal on all ranks.
+        weights_TK: routing weights of the tokens, which are equal on all ranks.
+        anchor: optional. A parameter that keeps the node in the autograd graph; see the docstring
+            of `comm.functional`.
         comm: the group.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

@@ -1,15 +1,15 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Collectives as torch operations, for `torch.compile`.
+"""Collectives as torch operations for use with `torch.compile`.
 
-A compiler cannot trace the implementation of a collective (process groups, counters, timeouts,
-algorithms that measure). These operations are opaque to the compiler: it knows their shapes and
-gradients, and leaves them unchanged in its graphs. The operations refer to groups and exchanges by
-key, because torch operations accept only tensors, numbers and strings. Nothing in this module runs
-without a compiler.
+A compiler cannot trace the implementation of a collective, which uses process groups, counters,
+timeouts and algorithms that measure. These operations are opaque to the compiler: it knows the
+shapes and gradients of an operation, and leaves the operation unchanged in its graphs. The
+operations refer to groups and exchanges by key, because torch operations accept only tensors,
+numbers and strings. Nothing in this module runs without a compiler.
 
-Every rank compiles the same graph. Collectives keep their order, because the collectives of a layer
-depend on each other's results. Either all ranks' inputs need gradients or none do: a backward
-exchange whose result is not needed is not in the graph.
+Every rank must compile the same graph. Collectives keep their order, because the collectives of a
+layer depend on one another's results. The inputs must need gradients either on all ranks or on no
+rank, because a backward exchange whose result is not needed is not in the graph.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moe_plugin.comm.group import key_of, owner_of
 
 
 class Route:
-    """A group and the exchange that sends rows in it, identified by one key. A copy has a different
-    key.
+    """A group together with the exchange that sends rows in the group, identified by one key. A
+    copy of this object has a different key.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:
@@ -41,8 +41,8 @@ class Route:
 
     @property
     def back(self) -> Route:
-        """The route for the opposite direction, see `Exchange.back`. This route itself if both
-        directions use the same exchange.
+        """The route for the opposite direction; see `Exchange.back`. It is this route itself if
+        both directions use the same exchange.
         """
         return self if self._other is None else self._other
 
@@ -53,14 +53,16 @@ class Route:
 @torch.library.custom_op("moe_plugin::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[Sequence[int]],
                recv: Optional[Sequence[int]]) -> Tensor:
-    """Exchange pieces along dimension 0, differentiable; see `comm.functional.all_to_all`.
+    """Exchange pieces along dimension 0 with support for autograd; see
+    `comm.functional.all_to_all`.
 
     Args:
         x: [sum(send), ...].
-        anchor: optional. A parameter, see `comm.functional`.
-        route: key of a `Route`.
-        send: optional. Lengths of the pieces to each rank.
-        recv: optional. Lengths of the pieces from each rank.
+        anchor: optional. A parameter that keeps the node in the autograd graph; see
+            `comm.functional`.
+        route: key that identifies a `Route`.
+        send: optional. Length of the piece sent to each rank.
+        recv: optional. Length of the piece received from each rank.
     Returns:
         [sum(recv), ...].
     """
@@ -87,16 +89,16 @@ all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
 
 @torch.library.custom_op("moe_plugin::collective", mutates_args=())
 def collective(x: Tensor, comm: str, size: int, name: str, backward: str) -> Tensor:
-    """Run one collective whose gradient is another collective.
+    """Run a collective whose gradient is computed by a different collective.
 
     Args:
-        x: [n, ...], or 0-dim for `all_reduce` and `all_max`.
-        comm: key of the group.
+        x: tensor [n, ...], or a 0-dim tensor for `all_reduce` and `all_max`.
+        comm: key that identifies the communication group.
         size: number of ranks in the group.
-        name: `all_to_all` (of equal pieces), `all_gather`, `reduce_scatter`, `all_reduce`,
-            `all_max` or `own_part`.
-        backward: name of a collective for the gradient; `identity` passes the gradient through
-            unchanged; `none` means that there is no gradient.
+        name: name of the collective: `all_to_all` (of equal pieces), `all_gather`,
+            `reduce_scatter`, `all_reduce`, `all_max` or `own_part`.
+        backward: name of the collective for the gradient. `identity` passes the gradient through
+            unchanged, and `none` means that there is no gradient.
     """
     return COLLECTIVES[name][0](owner_of(comm), x.contiguous())
 

@@ -1,5 +1,5 @@
-"""`RankGroup`: the ranks of a group and their nodes, the keys by which operations find a group, and
-the form of its errors.
+"""`RankGroup`, which contains the ranks of a group and their nodes, the keys by which operations
+find a group, and the format of error messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def key_of(owner: object) -> str:
-    """Create a new key by which operations find `owner` as long as it exists."""
+    """Create a new key by which operations find `owner` as long as this object exists."""
     key = f"{type(owner).__name__} {next(_NUMBERS)}"
     _BY_KEY[key] = owner
     return key
@@ -39,13 +39,16 @@ def owner_of(key: str) -> Any:
 
 
 class CommError(RuntimeError):
-    """A collective failed or cannot run. The message names the rank, the collective and the sizes.
+    """Raised if a collective failed or cannot run. The error message contains the rank, the
+    collective and the sizes.
     """
 
 
 @contextmanager
 def advice(text: str) -> Iterator[None]:
-    """Add `text`, the usual cause and its remedy, to a `CommError` raised inside the block."""
+    """Add `text`, which states the usual cause and its remedy, to a `CommError` that is raised
+    inside the block.
+    """
     try:
         yield
     except CommError as error:
@@ -53,20 +56,22 @@ def advice(text: str) -> Iterator[None]:
 
 
 class RankGroup(ABC):
-    """A group of `size` ranks. This process (or thread) is `rank`.
+    """A group of `size` ranks, in which this process (or thread) has the index `rank`. This process
+    (or thread) is `rank`.
 
     Args:
         rank: this rank's index in the group.
         size: number of ranks in the group.
-        name: name of the group, for messages.
-        state: optional. State shared by all objects for the same group. Defaults to a new state.
+        name: name of the group, which is used in messages.
+        state: optional. State that is shared by all objects for the same group. By default a new
+            state is created.
 
     Attributes:
-        ranks: for each rank of the group, its rank in the job.
-        separate: whether the ranks are separate processes, whose settings may differ, see
+        ranks: for each rank of the group, its global rank.
+        separate: whether the ranks are separate processes, whose settings may differ; see
             `comm.agreement`.
-        fails_later: whether a collective may fail after it has returned. A later collective then
-            raises the error.
+        fails_later: whether a collective may fail after it has returned. The error is then raised
+            by a later collective.
     """
 
     separate: bool = False
@@ -82,21 +87,21 @@ class RankGroup(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device on which tensors of this group must be."""
+        """Device on which tensors for collectives of this group must be."""
         return torch.device("cpu")
 
     @property
     def by_nodes(self) -> bool:
-        """Whether all-gather and reduce-scatter use two steps in this group, see `comm.by_nodes`.
+        """True if all-gather and reduce-scatter use two steps in this group; see `comm.by_nodes`.
         """
         return False
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node.
+        """The topology of the group, which states which ranks share a node.
 
         Raises:
-            CommError: `prepare` has not been called.
+            CommError: If `prepare` has not been called.
         """
         if self.state.topology is None:
             raise self.error("the topology is not known; call comm.prepare() on all ranks of the "
@@ -104,25 +109,25 @@ class RankGroup(ABC):
         return self.state.topology
 
     def prepare(self, topology: Topology | None = None) -> Topology:
-        """Agree on the group's topology. Collective: all ranks call this method with equal
-        arguments.
+        """Determine a topology of the group that is equal on all ranks. Collective: all ranks must
+        call this method with equal arguments.
 
-        Measurements under a previous, different topology are discarded.
+        Measurements that were made under a different topology are discarded.
 
         Args:
-            topology: optional. Which ranks share a node. Defaults to the current topology, or else
-                the topology is detected.
+            topology: optional. The topology of the group, which states which ranks share a node. By
+                default the current topology is kept, or the topology is detected if there is none.
         Returns:
-            The topology of the group.
+            The new topology of the group.
         Raises:
-            ValueError: the topology has a different number of ranks.
+            ValueError: If the topology has a different number of ranks.
         """
         if topology is None:
             topology = self.state.topology or self.detect_topology()
         if topology.size != self.size:
             raise ValueError(
-                f"topology of {topology.size} ranks does not fit group {self.name!r} with "
-                f"{self.size} ranks; give a topology of all ranks of the group"
+                f"a topology of {topology.size} ranks cannot be used in group {self.name!r} of "
+                f"{self.size} ranks; pass a topology of all ranks of the group"
             )
         if topology != self.state.topology:
             self.state.set_topology(topology)
@@ -131,26 +136,26 @@ class RankGroup(ABC):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect which ranks share a node; collective. This base class assumes one node for all
-        ranks.
+        """Detect which ranks share a node; collective. This base class assumes that all ranks are
+        on one node.
         """
         return Topology.one_node(self.size)
 
     def error(self, text: str) -> CommError:
-        """Return a `CommError` with a message that begins with the rank and the group."""
+        """Return a `CommError` whose message begins with the rank and the group."""
         return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {text}")
 
     def store(self) -> Any:
-        """Return a key-value store shared by all ranks, on a separate connection, or None if there
-        is no store.
+        """Return a key-value store that is shared by all ranks and uses a separate connection, or
+        None if there is no store.
         """
         return None
 
     def missing_ranks(self) -> str:
-        """Return the reason why a rank gave up, or else the watchdog's report on ranks without
-        heartbeats, for an error message.
+        """Return, for an error message, the reason why a rank gave up. If no rank gave up, return
+        the watchdog's report on ranks without heartbeats.
 
-        The text is empty if neither is known.
+        The string is empty if neither is known.
         """
         watchdog = self.state.watchdog
         peer_reason = reason() if self.separate else ""

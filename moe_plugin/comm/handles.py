@@ -1,9 +1,10 @@
-"""Exchanges in the background: start an exchange, compute, and wait for the result later.
+"""Exchanges in the background: they are started, computation continues, and their results are
+awaited later.
 
-On gloo an exchange runs on a tagged view of the group, so that its messages do not mix with other
-messages. `direct` exchanges need no thread; all other exchanges of a group share one thread. On
-CUDA an exchange runs on a side stream, and the host does not wait for a device. In simulated groups
-and groups of one rank, the exchange is complete when `start` returns.
+On gloo an exchange runs on a tagged view of the group, so its messages are not confused with other
+messages. An exchange that is `direct` needs no thread. All other exchanges of a group share one
+thread. On CUDA an exchange runs on a side stream, and the host does not wait for a device. In
+simulated groups and groups of one rank, the exchange is complete when `start` returns.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ class Handle:
     """An exchange that has been started by `start`.
 
     Attributes:
-        finish: function that waits for the rows.
-        result: the rows, once `finish` has returned; None before.
+        finish: function that waits for the received rows.
+        result: the received rows after `finish` has returned; None before.
     """
 
     finish: Callable[[], Tensor]
     result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Return the received rows, [sum(recv), ...]. May be called several times.
+        """Wait for the exchange, and return the received rows [sum(recv), ...]. This method may be
+        called several times.
 
         Raises:
-            CommError: the exchange failed.
+            CommError: If the exchange failed.
         """
         if self.result is None:
             self.result = self.finish()
@@ -45,15 +47,17 @@ class Handle:
 
 def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Handle:
-    """Start an all-to-all, without autograd. All ranks start their exchanges in the same order.
+    """Start an all-to-all that does not support autograd. All ranks must start their exchanges in
+    the same order.
 
     Args:
         comm: the group.
-        algorithm: resolved in this call, in program order. If the resolved exchange cannot run in
-            the background, it is complete on return.
-        x: [sum(send), ...], contiguous; must not change until `wait` returns.
-        send: optional. Lengths of the pieces to each rank, see `Comm.all_to_all`.
-        recv: optional. Lengths of the pieces from each rank, see `Comm.all_to_all`.
+        algorithm: the exchange algorithm, which is resolved in this call in program order. If the
+            resolved exchange cannot run in the background, it is already complete when this
+            function returns.
+        x: contiguous tensor [sum(send), ...], which must not change until `wait` returns.
+        send: optional. Length of the piece sent to each rank; see `Comm.all_to_all`.
+        recv: optional. Length of the piece received from each rank; see `Comm.all_to_all`.
     """
     x = x.detach()
     algorithm = algorithm.resolve(comm, x, send, recv)
@@ -68,21 +72,21 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 
 
 class Series:
-    """A sequence of exchanges of rows, such as those of the pieces of one call.
+    """A sequence of exchanges of rows, such as the exchanges of the pieces of one call.
 
-    All ranks put in the exchanges in the order of their numbers, from 0. On gloo a `direct`
+    All ranks must start the exchanges in the order of their indices, from 0. On gloo a `direct`
     exchange needs no thread: at the first `put` the receives of all exchanges are posted, before
     the first send. Therefore no ready signal waits behind rows, and there is no round trip between
-    one exchange and the next. A peer sends in the order of the ready signals, so an exchange that
-    is put in late must not be announced early.
+    two exchanges. A peer sends rows in the order of the ready signals, so an exchange that starts
+    late must not be announced early.
 
     Args:
         comm: the group.
-        algorithm: resolved at every `put`, in program order. A direct exchange is resolved only
-            once.
-        sends: for each exchange, the number of rows to each rank.
-        recvs: for each exchange, the number of rows from each rank.
-        even: whether, in each exchange, all ranks send equal numbers of rows to each other.
+        algorithm: the exchange algorithm, which is resolved at every `put` in program order. A
+            direct exchange is resolved only once for the whole sequence.
+        sends: for each exchange, the number of rows sent to each rank.
+        recvs: for each exchange, the number of rows received from each rank.
+        even: whether all ranks send equal numbers of rows to one another in each exchange.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, sends: Sequence[Sequence[int]],
@@ -96,7 +100,9 @@ class Series:
         self.posted: dict[int, Handle] = {}
 
     def put(self, number: int, x: Tensor) -> None:
-        """Start exchange `number` with the rows x [sum(sends[number]), ...], see `start`."""
+        """Start the exchange with index `number` to send the rows `x` [sum(sends[number]), ...];
+        see `start`.
+        """
         x = x.detach()
         splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
         algorithm = self.algorithm
@@ -112,12 +118,14 @@ class Series:
             self.posted[number] = start(self.comm, algorithm, x, *splits)
 
     def take(self, number: int) -> Tensor:
-        """Wait for exchange `number` and return its rows. May be called once per exchange."""
+        """Wait for the exchange with index `number`, and return the received rows. This method may
+        be called once per exchange.
+        """
         return self.posted.pop(number).wait()
 
 
 class _Expected:
-    """A direct exchange with posted receives and no sends yet."""
+    """A direct exchange whose receives have been posted, but not its sends."""
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name
@@ -128,7 +136,7 @@ class _Expected:
                                             if self.parts[p].numel()])
 
     def send(self, x: Tensor, send: Sequence[int]) -> Handle:
-        """Post the sends of x [sum(send), ...]."""
+        """Post the sends of the rows `x` [sum(send), ...]."""
         parts = x.split(list(send))
         self.comm.counters.exchange(self.name)
         self.parts[self.comm.rank].copy_(parts[self.comm.rank])

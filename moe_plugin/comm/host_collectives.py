@@ -1,4 +1,4 @@
-"""Collectives that a host runs itself, with errors that name the failed collective."""
+"""Collectives that a host runs itself, with error messages that name the failed collective."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
     Args:
         group: optional. The process group. Defaults to the group of all ranks.
-        timeout_s: seconds that a collective may take; the process group's own timeout applies as
-            well.
+        timeout_s: maximum time in seconds for a collective. The process group's own timeout applies
+            as well.
     """
     size = dist.get_world_size(group)
     return LocalComm() if size == 1 else TorchComm(group, timeout_s)
@@ -26,11 +26,12 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
 @contextmanager
 def named(what: str, group: Any = None) -> Iterator[None]:
-    """Raise a failure inside the block as a `CommError` that names the rank, the group and the
+    """Convert a failure inside the block to a `CommError` that names the rank, the group and the
     collective.
 
     Args:
-        what: the collective and its purpose, such as "all_reduce of the gradient norm".
+        what: description of the collective and its purpose, such as "all_reduce of the gradient
+            norm".
         group: optional. The process group. Defaults to the default group.
     """
     try:
@@ -44,10 +45,10 @@ def named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def collectives_named(what: str, group: Any = None) -> Iterator[None]:
-    """Name failed collectives as `named` does, around code that also does other work.
+    """Name failed collectives as `named` does, around code that also contains other operations.
 
-    Only errors of torch's process groups are renamed, such as a lost connection in a reduction that
-    DistributedDataParallel starts within backward. Arguments are the same as in `named`.
+    Only errors of torch's process groups are converted, such as a lost connection in a reduction
+    that DistributedDataParallel starts within backward. The arguments are the same as for `named`.
     """
     try:
         yield
@@ -61,10 +62,10 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def refused_together(what: str, group: Any = None) -> Iterator[None]:
-    """Raise a `ValueError` of any rank inside the block on all ranks. Collective.
+    """If any rank raises a `ValueError` inside the block, raise it on all ranks. Collective.
 
     Args:
-        what: description of the check, for the message if the collective fails.
+        what: description of the check, which is used in the message if the collective fails.
         group: optional. The process group. Defaults to the default group.
     """
     own_refusal = ""
@@ -80,11 +81,11 @@ def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
     """Return the values of all ranks of a group, in rank order. Collective.
 
     Args:
-        value: this rank's value; must be picklable.
-        what: description of the values, for error messages.
+        value: value of this rank, which must be picklable.
+        what: description of the values, which is used in error messages.
         group: optional. The process group. Defaults to the default group.
     Raises:
-        CommError: the collective failed or timed out.
+        CommError: If the collective failed or timed out.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with named(f"all_gather of {what}", group):

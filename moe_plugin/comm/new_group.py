@@ -1,11 +1,12 @@
-"""Creation of a process group by its own ranks, without the other ranks of the job.
+"""Creation of a process group by its own ranks, without participation of the other ranks of the
+job.
 
-`torch.distributed.new_group` offers two ways to create groups, and neither works here. The default
-is collective over the whole job, but other ranks may not know about the group and would never
-answer. The local way (`use_local_synchronization`) derives the group's name from the number of
-groups that the rank has created; ranks that created different numbers of groups would wait for each
-other under different names. This module derives the name from the ranks and from the number of
-groups created for exactly these ranks, which is the same on all of them.
+`torch.distributed.new_group` offers two ways to create groups, and neither is suitable here. By
+default the call is collective over the whole job, but other ranks may not know about the group and
+would never take part. With `use_local_synchronization`, the group's name is derived from the number
+of groups that the rank has created, so ranks that created different numbers of groups would wait
+for one another under different names. This module derives the name from the ranks of the group and
+from the number of groups created for exactly these ranks, which is the same on all of them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _SAID = os.strerror(errno.EMFILE)  # gloo's errors contain only this text, not t
 
 
 def too_many(error: BaseException) -> str:
-    """Return the limit on open files, the number needed and the remedy if `error` was caused by the
-    limit, else an empty text.
+    """If `error` was caused by the limit on open files, return a string with the limit, the number
+    needed and the remedy. Otherwise return an empty string.
     """
     if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE) and (
             _SAID not in str(error)):
@@ -43,19 +44,19 @@ if dist.is_available():
 
 def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple[int, ...], int],
                timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group. All ranks of the group, and no other ranks, call this function in the
-    same order.
+    """Create a process group. All ranks of the group, and no other ranks, must call this function
+    in the same order.
 
     Args:
-        parent: existing group that contains these ranks.
-        ranks: ranks in the job, including this rank, in any order. The group contains them in
+        parent: existing group that contains the ranks of the new group.
+        ranks: global ranks in any order, including this rank. The new group contains these ranks in
             ascending order.
-        made: number of groups created so far for each set of ranks in this job. Updated by this
-            call.
+        made: number of groups created so far for each set of ranks in this job. This call updates
+            the numbers.
         timeout: timeout of the group's collectives.
         backend: optional. Defaults to the backend of `parent`.
     Raises:
-        RuntimeError: the backend failed, for example while connecting gloo's ranks.
+        RuntimeError: If the backend failed, for example while it connected gloo's ranks.
     """
     ranks = sorted(ranks)
     key = tuple(ranks)
@@ -73,7 +74,7 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """Prevent groups created inside the block from being split off the default group.
+    """Prevent torch from creating groups inside the block by splitting the default group.
 
     If the default group is bound to a device (`init_process_group(device_id=...)`), torch creates
     an NCCL group with `ncclCommSplit`, in which all ranks of the job must take part.

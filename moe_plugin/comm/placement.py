@@ -1,5 +1,5 @@
-"""The placement of a layer's experts on ranks (`Placement`), and information that a host passes to
-a layer (`HostContext`).
+"""The placement of a layer's experts on ranks (`Placement`), and the information that a host passes
+to a layer (`HostContext`).
 """
 
 from __future__ import annotations
@@ -14,30 +14,34 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only its host has. A layer is created with a `HostContext`.
+    """Information about a layer that only the layer's host has. A layer is created with a
+    `HostContext`.
 
     Attributes:
-        layer_number: number of this MoE layer in its model, from 0; None if unknown.
-        numbered_later: whether the host sets the layer number after creating the layer
+        layer_number: index of this MoE layer among the MoE layers of its model, from 0; None if
+            unknown.
+        numbered_later: whether the host sets the layer number only after the layer has been created
             (`moe_plugin.experts.base.Experts.use_layer`).
-        loss_comm: ranks that hold parts of one batch of tokens, over which balance losses are
-            computed; None if balance losses use only this rank's tokens.
-        batch_comm: all data-parallel ranks, whose tokens form the batch of a step. If None, the
-            ranks that hold the experts are used. Routers with load-dependent biases
-            (`sigmoid_bias`, `quantile`) then use the ranks whose gradients
+        loss_comm: group of ranks that have parts of one batch of tokens, over which balance losses
+            are computed; None if balance losses use only this rank's tokens.
+        batch_comm: all data-parallel ranks, whose tokens form the batch of a step. If this is None,
+            the ranks that store the experts are used. If it is None, routers with load-dependent
+            biases (`sigmoid_bias`, `quantile`) use the ranks whose gradients
             `moe_plugin.training.gradients.sync` averages.
-        split_loss_comm: `loss_comm` for a layer that splits tokens which several ranks share
-            (`parallel.schedule: s1`); None if splitting does not change the ranks.
-        split_batch_comm: `batch_comm` for a layer that splits tokens which several ranks share;
-            None if splitting does not change the ranks.
-        adds_to_main_grad: whether the host stores weight gradients in `parameter.main_grad` and
-            accepts gradients that backward adds there (`moe_plugin.kernels.weight_grads`).
-        own_capacity: if true, each rank computes its capacity from its own number of tokens, as it
-            would alone. If false, the capacity is computed from the largest number of tokens on any
-            rank that holds the experts.
-        tokens: number of tokens per call on this rank, the same on all ranks; None if not known.
-        training: whether the layer may be trained. If false, warnings that only concern training
-            are omitted.
+        split_loss_comm: value of `loss_comm` for a layer that splits tokens which several ranks
+            share (`parallel.schedule: s1`); None if splitting does not change the ranks.
+        split_batch_comm: value of `batch_comm` for a layer that splits tokens which several ranks
+            share; None if splitting does not change the ranks.
+        adds_to_main_grad: whether the host stores weight gradients in `parameter.main_grad`, and
+            expects that gradients may be added there during backward
+            (`moe_plugin.kernels.weight_grads`).
+        own_capacity: if true, each rank computes its capacity from its own number of tokens, as if
+            it were the only rank. If it is false, the capacity is computed from the largest number
+            of tokens on any rank that stores the experts.
+        tokens: number of tokens per call on this rank, if it is the same on all ranks; None if it
+            is not known.
+        training: whether the layer may be trained. If it is false, warnings that concern only
+            training are omitted.
         agreed: further values, by name, that must be equal on all ranks of the layer, such as
             settings of the run.
     """
@@ -55,8 +59,8 @@ class HostContext:
     agreed: Mapping[str, Any] = field(default_factory=dict)
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
-        """Return the context for routers if the ranks `sharing` split tokens. The losses of these
-        ranks are then parts of one loss.
+        """Return the context for routers in a layer whose tokens are split among the ranks
+        `sharing`. The losses of these ranks are then parts of a single loss.
         """
         if sharing is None:
             return self
@@ -70,7 +74,7 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
     Args:
         experts: number of experts.
         ranks: number of expert-parallel ranks.
-        shards: configured number of shards, see `Placement`.
+        shards: configured number of shards per expert; see `Placement`.
     """
     if shards is not None:
         fits = [s for s in range(1, ranks + 1) if ranks % s == 0 and experts % (ranks // s) == 0]
@@ -88,23 +92,25 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Location of the experts: rank i of `comm` stores `local` experts, or one shard of each of
-    them.
+    """The ranks on which experts are stored: rank i of `comm` stores `local` experts, or one shard
+    of each of them.
 
-    S consecutive ranks store the same L = E S / W experts: rank g*S + j has shard j of experts
-    [g*L, (g+1)*L). Among all E*S shards, rank i has shards [i*L, (i+1)*L). If L = 1, shard e*S + j
-    is shard j of expert e.
+    S consecutive ranks store the same L = E S / W experts, where rank g*S + j stores shard j of the
+    experts [g*L, (g+1)*L). Of all E*S shards, rank i stores the shards [i*L, (i+1)*L). If L = 1,
+    shard e*S + j is shard j of expert e.
 
     Attributes:
         comm: the expert-parallel group.
         experts: E, the number of experts.
-        algorithm: exchange that sends the rows.
-        copies: r, the number of ranks to which each token is sent; a divisor of S. Defaults to S.
-            If r < S, groups of S/r consecutive ranks gather each other's parameters, so that each
-            has 1/r of the expert, and share the tokens among themselves.
-        replicas: ranks with the same tokens as this rank, if the dispatcher makes use of them.
-        configured_shards: S as configured, the number of ranks over which every expert is split.
-            Defaults to the smallest possible number, W / E but at least 1.
+        algorithm: exchange algorithm that sends the rows.
+        copies: r, the number of ranks to which each token is sent, which divides S. Defaults to S.
+            If r < S, groups of S/r consecutive ranks gather the parameters of all ranks in the
+            group. Each rank then has 1/r of the expert, and the ranks of the group divide the
+            tokens among themselves.
+        replicas: group of ranks with the same tokens as this rank, if the dispatcher uses it.
+        configured_shards: S as configured, which is the number of ranks over which every expert is
+            split. Defaults to the smallest possible number of shards, which is W / E but at least
+            1.
     """
 
     comm: Comm
@@ -116,37 +122,41 @@ class Placement:
 
     @property
     def shards(self) -> int:
-        """S, the number of ranks over which each expert is split."""
+        """The number S of ranks over which each expert is split."""
         return self.configured_shards or max(1, self.comm.size // self.experts)
 
     @property
     def virtual(self) -> int:
-        """E S, the number of shards of all experts."""
+        """The number E S of shards of all experts together."""
         return self.experts * self.shards
 
     @property
     def local(self) -> int:
-        """L, the number of experts, or shards of experts, on this rank."""
+        """The number L of experts, or shards of experts, on this rank."""
         return self.virtual // self.comm.size
 
     @property
     def first_expert(self) -> int:
-        """The first of the `local` experts for which this rank stores a shard."""
+        """The index of the first of the `local` experts of which this rank stores a shard."""
         return self.comm.rank // self.shards * self.local
 
     @property
     def shard(self) -> int:
-        """The index of the shard of its experts that this rank stores."""
+        """The index of the shard that this rank stores of each of its experts."""
         return self.comm.rank % self.shards
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
-        """Return (rank, index among the rank's experts) of the rank that stores a shard."""
+        """Return (rank, index among the rank's experts) for a shard, where `rank` stores the
+        shard.
+        """
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot
 
     @property
     def token_shards(self) -> int:
-        """S/r, the number of ranks that share the tokens of one slice of an expert."""
+        """The number S/r of ranks that divide the tokens of one slice of an expert among
+        themselves.
+        """
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:

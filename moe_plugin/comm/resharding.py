@@ -1,4 +1,5 @@
-"""Transfer of a tensor from one layout over ranks to another, as planned by `planner.resharding`.
+"""Transfer of a tensor from one layout over ranks to a different layout, as planned by
+`planner.resharding`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ DEPTHS = 64  # tags of one resharding; a job has fewer nodes in a relay chain
 
 
 class Resharding:
-    """A plan that moves tensors from one layout over the ranks of a group to another layout.
+    """A plan that moves tensors from one layout over the ranks of a group to a different layout.
 
-    All ranks of the group create the plan, in the same order. On gloo only ranks with a part in
-    either layout need to take part in a move, and several moves may be in progress; they complete
-    in the order in which they started. On other backends all ranks meet in `TensorMove.end`.
+    All ranks of the group must create their plans in the same order. On gloo only ranks with a part
+    in either layout need to take part in a move. Several moves may be in progress, and complete in
+    the order in which they were started. On other backends all ranks must call `TensorMove.end`.
 
     Args:
-        comm: the group; the devices of the layouts are its ranks.
-        source: layout before the move.
-        target: layout after the move.
-        nodes: optional. For each rank, its node. Defaults to the group's topology.
+        comm: the group whose ranks are the devices of the layouts.
+        source: layout of the tensors before the move.
+        target: layout of the tensors after the move.
+        nodes: optional. The node of each rank. Defaults to the nodes of the group's topology.
     Raises:
-        ValueError: the layouts do not match, see `planner.resharding.unique_slices`.
+        ValueError: If the layouts are incompatible; see `planner.resharding.unique_slices`.
     """
 
     def __init__(self, comm: Comm, source: TensorLayout, target: TensorLayout,
@@ -43,15 +44,15 @@ class Resharding:
         self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Start a move: send the parts that this rank stores, and post receives for the parts that
-        it needs.
+        """Start a move by sending the parts that this rank stores and posting receives for the
+        parts that it needs.
 
         Args:
-            x: tensor with the shape of this rank's box in the source layout; must not change until
-                the move ends; None if the rank stores nothing in the source layout.
-            dtype: dtype of the tensor.
+            x: tensor with the shape of this rank's part in the source layout, or None if the rank
+                stores nothing in the source layout. It must not change until the move ends.
+            dtype: dtype of the tensor that is moved.
         Raises:
-            ValueError: `x` has a different shape or dtype.
+            ValueError: If `x` has an unexpected shape or dtype.
         """
         shape = None if self.source is None else tuple(stop - first for first, stop in self.source)
         given = None if x is None else tuple(x.shape)
@@ -68,7 +69,7 @@ class Resharding:
 
 
 class TensorMove(ABC):
-    """A move of one tensor in progress, see `Resharding`."""
+    """A move of one tensor that is in progress; see `Resharding`."""
 
     def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
         self.plan, self.x = plan, x
@@ -91,7 +92,7 @@ class TensorMove(ABC):
         need.
 
         Returns:
-            This rank's part of the target layout, or None if it stores nothing there.
+            This rank's part of the target layout, or None if the rank stores nothing there.
         """
         self.arrive()
         plan = self.plan
@@ -111,8 +112,8 @@ class TensorMove(ABC):
         return made
 
     def part(self, hop: Hop) -> Tensor:
-        """Return the contiguous part that this rank sends in a hop: its own data, or data that it
-        received before.
+        """Return the contiguous part that this rank sends in a hop, which consists of its own data
+        or of data that it received before.
         """
         if hop.depth:
             return self.buffers[_key(hop)]
@@ -127,7 +128,8 @@ class TensorMove(ABC):
 
 
 class _Posted(TensorMove):
-    """A move on gloo: all receives are posted at once, and a part is relayed as soon as it arrives.
+    """A move on gloo, in which all receives are posted at once, and a part is relayed as soon as it
+    arrives.
     """
 
     def begin(self) -> None:
@@ -158,8 +160,8 @@ class _Posted(TensorMove):
 
 
 class _InRounds(TensorMove):
-    """A move on other backends: one round of messages per depth, in which all ranks of the group
-    take part.
+    """A move on other backends, in which all ranks of the group exchange one round of messages per
+    depth.
     """
 
     def begin(self) -> None:

@@ -1,9 +1,9 @@
-"""`SimulatedComm`: a group with all ranks in one process, one thread per rank.
+"""`SimulatedComm`, a group whose ranks are all in one process, with one thread per rank.
 
-The all-to-all algorithms run unchanged, including autograd (on CPU a thread's `backward()` runs in
-that thread). Messages and bytes are counted, so that tests can compare algorithms with their
-formulas. If the group has a clock, messages advance the simulated time. If one rank fails, all
-other ranks end.
+The all-to-all algorithms run unchanged, including autograd (on a CPU a thread's `backward()` runs
+in that thread). Messages and bytes are counted, so tests can compare algorithms with the expected
+numbers. If the group has a clock, messages advance the simulated time. If one rank fails, all other
+ranks are terminated.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Traffic of all ranks: messages and bytes by (source, destination), and collectives by name.
+    """Counters of the traffic of all ranks: messages and bytes by (source, destination), and
+    collectives by name.
 
-    Ranks are ranks of the whole world. Empty pieces are not counted.
+    All ranks are global ranks. Empty pieces are not counted as messages.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -35,8 +36,8 @@ class Traffic:
     collectives: dict[str, int] = field(default_factory=dict)
 
     def add(self, source: int, target: int, size: int) -> None:
-        """Count one message of `size` bytes. Empty messages and messages to the same rank are
-        ignored.
+        """Count one message that has `size` bytes. Empty messages, and messages from a rank to
+        itself, are ignored.
         """
         if source != target and size:
             self.messages[source, target] = self.messages.get((source, target), 0) + 1
@@ -59,18 +60,20 @@ Sent = Sequence[tuple[int, int]]
 
 
 class MessageClock(Protocol):
-    """A clock that charges simulated time for the messages of a group."""
+    """A clock that advances simulated time for each message of a group."""
 
     topology: Topology
 
     def charge(self, sent: Mapping[int, Sent]) -> None:
-        """Charge one round of messages: for each sending rank, (destination rank, bytes) in sending
-        order.
+        """Advance the clock for one round of messages, given as (destination rank, bytes) in
+        sending order for each sending rank.
         """
 
 
 class _Board:
-    """The meeting point of one group: every rank posts a value, and all ranks see all values."""
+    """The place at which the ranks of one group exchange values: every rank posts a value, and all
+    ranks see all values.
+    """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.slots: list[Any] = [None] * size
@@ -90,10 +93,10 @@ class SimulatedComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange pieces, see `Comm.all_to_all`.
+        """Exchange pieces; see `Comm.all_to_all`.
 
         Raises:
-            CommError: peers sent other numbers of rows than `recv`.
+            CommError: If peers sent numbers of rows that differ from `recv`.
         """
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
         recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
@@ -111,12 +114,14 @@ class SimulatedComm(Comm):
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather tensors, see `Comm.all_gather`; x: [n, ...] to [size * n, ...]."""
+        """Gather the tensors `x` [n, ...] to [size * n, ...]; see `Comm.all_gather`."""
         sent = self._count((peer, x) for peer in range(self.size))
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum and scatter tensors, see `Comm.reduce_scatter`; x: [size * n, ...] to [n, ...]."""
+        """Sum the tensors `x` [size * n, ...] and scatter the sum to [n, ...]; see
+        `Comm.reduce_scatter`.
+        """
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
         posted = self._meet("reduce_scatter", pieces, self._count(enumerate(pieces)))
@@ -126,10 +131,10 @@ class SimulatedComm(Comm):
         return self._meet("broadcast", x.detach())[root].clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Exchange messages, see `Comm.send_receive`. All ranks meet.
+        """Exchange messages; see `Comm.send_receive`. All ranks meet.
 
         Raises:
-            CommError: a message is missing, not received, or has the wrong size or dtype.
+            CommError: If a message is missing, is not received, or has the wrong size or dtype.
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
@@ -164,8 +169,8 @@ class SimulatedComm(Comm):
         self._meet("barrier", None)
 
     def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:
-        """Count messages. Returns (rank in the world, bytes) of each message, in the order of
-        sending.
+        """Count messages. The result contains (global rank, bytes) for each message, in the order
+        of sending.
         """
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
@@ -194,7 +199,9 @@ class SimulatedComm(Comm):
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
-        """Record one collective. Called once per collective, on rank 0, while all ranks wait."""
+        """Record one collective. It is called once per collective, on rank 0, while all ranks
+        wait.
+        """
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
             if self.clock is not None:
@@ -207,17 +214,18 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
                   clock: MessageClock | None = None) -> list[Result]:
     """Run `fn(comm)` on `size` ranks, one thread each, and return the results in rank order.
 
-    The first failure is raised, and all other ranks end. Threads share torch's global random
-    generator, so ranks that must draw the same numbers need separate generators.
+    The first failure is raised, and all other ranks are terminated. Threads share torch's global
+    random generator, so ranks that must draw the same numbers need separate generators.
 
     Args:
-        size: number of ranks.
+        size: number of ranks, and of threads.
         fn: function that each rank runs.
-        timeout_s: seconds that a rank waits for other ranks in a collective.
+        timeout_s: maximum time in seconds that a rank waits for other ranks in a collective.
         traffic: optional. Object that counts the messages of all ranks.
-        topology: optional. Which ranks share a node. Defaults to the clock's topology, or all ranks
-            on one node.
-        clock: optional. Clock that is charged for every message.
+        topology: optional. The topology of the group, which states which ranks share a node. By
+            default the topology of the clock is used, or all ranks are on one node if there is no
+            clock.
+        clock: optional. Clock that advances for every message.
     """
     traffic = traffic or Traffic()
     topology = topology or (clock.topology if clock else Topology.one_node(size))

@@ -1,5 +1,5 @@
-"""State of a group of ranks that exists as long as the group (`GroupState`), and counters of the
-traffic of a rank (`Counters`).
+"""The state of a group of ranks, which exists as long as the group (`GroupState`), and counters of
+the traffic of a rank (`Counters`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Counters:
     """Traffic from this rank to other ranks through one `Comm`, its views and its subgroups.
 
     Attributes:
-        bytes: total bytes sent.
-        messages: total number of messages.
-        exchanges: number of all-to-alls by the algorithm that ran. This is `linear` if a
-            hierarchical algorithm fell back to it.
-        rows: number of rows of this rank's tokens that were sent, including rows to this rank
+        bytes: total number of bytes sent.
+        messages: total number of messages sent.
+        exchanges: number of all-to-alls, by the name of the algorithm that ran. The name is
+            `linear` if a hierarchical algorithm was replaced with it.
+        rows: number of rows of this rank's tokens that were sent, including rows sent to this rank
             itself. If the host does not know the number of rows, the number of slots is counted.
-        rows_between: how many of these rows were sent to other nodes.
+        rows_between: number of these rows that were sent to other nodes.
     """
 
     bytes: int = 0
@@ -38,15 +38,15 @@ class Counters:
     exchanges: dict[str, int] = field(default_factory=dict)
 
     def exchange(self, algorithm: str) -> None:
-        """Count one all-to-all with the given algorithm."""
+        """Count one all-to-all that used the given algorithm."""
         self.exchanges[algorithm] = self.exchanges.get(algorithm, 0) + 1
 
     def send_rows(self, by_rank: Sequence[int], topology: Topology, rank: int) -> None:
-        """Count rows of this rank's tokens.
+        """Count the rows of this rank's tokens that are sent.
 
         Args:
             by_rank: number of rows sent to each rank.
-            topology: topology of the group.
+            topology: topology of the group, which states the nodes of the ranks.
             rank: this rank.
         """
         rows = sum(by_rank)
@@ -55,19 +55,19 @@ class Counters:
             self.rows_between += rows - sum(by_rank[peer] for peer in topology.peers(rank))
 
     def sent(self, messages: int, size: int) -> None:
-        """Count `messages` messages with `size` bytes in total."""
+        """Count `messages` messages that have `size` bytes in total."""
         self.messages += messages
         self.bytes += size
 
 
 class TrafficMeter:
-    """Measures the traffic from this rank to other ranks of a group since the meter was created.
+    """A meter of the traffic from this rank to other ranks of a group since the meter was created.
 
     Under `torch.compile` nothing is counted, because a compiled graph cannot contain numbers that
     change with every call.
 
     Args:
-        counters: counters of the group.
+        counters: traffic counters of the group.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -84,7 +84,9 @@ class TrafficMeter:
         self._before = self.sent()  # excludes traffic sent while counting was stopped
 
     def sent(self) -> Counters:
-        """Return the counted traffic. `exchanges` contains only the algorithms that ran."""
+        """Return the traffic that was counted since the meter was created. `exchanges` contains
+        only algorithms that ran in this period.
+        """
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
             if count > before.exchanges.get(name, 0):
@@ -106,27 +108,30 @@ class GroupState:
     All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
 
     Attributes:
-        topology: which ranks share a node; None until `Comm.prepare` is called. Hierarchical
-            exchanges, routers that prefer near experts, and cost models depend on the topology.
-        watchdog: sends heartbeats, so that an error can name the missing ranks; None if no watchdog
-            was requested.
-        worker: thread that runs exchanges in the background, created for the first exchange.
-        stream: CUDA stream that runs exchanges in the background.
-        timeout_watch: watches NCCL's collectives if the process group's timeout is longer than the
-            layer's timeout; None if not needed.
-        connected: whether all ranks have met in a collective since the group was prepared (NCCL).
+        topology: topology that states which ranks share a node; None until `Comm.prepare` is
+            called. Hierarchical exchanges, routers that prefer nearby experts, and cost models
+            depend on the topology.
+        watchdog: object that sends heartbeats, so that an error can name the missing ranks; None if
+            no watchdog was requested.
+        worker: thread that runs exchanges in the background. It is created for the first exchange.
+        stream: CUDA stream on which exchanges run in the background.
+        timeout_watch: object that watches NCCL's collectives if the process group's timeout is
+            longer than the layer's timeout; None if it is not needed.
+        connected: whether all ranks have taken part in a collective since the group was prepared
+            (NCCL).
         started: descriptions of the last collectives, if collectives may fail after they have
             returned.
-        last_tag: tag of the last exchange in the background. All ranks count tags in the same
-            order.
-        abandoned: objects that a backend may still use for messages that are no longer waited for,
-            because of an error: time until which they are kept, and the objects, by a number.
-        hosts: see `Comm.hosts`; None if it is unused so far, or the group itself serves this
-            purpose.
-        subgroups: subgroups that contain this rank, by their ranks. Creating a subgroup is
-            collective and costs connections.
-        groups_made: in the state of the default group, the number of groups created for each set of
-            ranks.
+        last_tag: tag of the last exchange that was started in the background. All ranks must
+            request tags in the same order.
+        abandoned: objects that a backend may still use for messages for which no rank waits any
+            more because of an error. Each entry contains the time until which the objects are kept,
+            and the objects.
+        hosts: see `Comm.hosts`. It is None if it has not been used so far, or if the group itself
+            serves this purpose.
+        subgroups: subgroups that contain this rank, stored by their ranks. Creating a subgroup is
+            collective and requires additional connections.
+        groups_made: number of groups created for each set of ranks, stored in the state of the
+            default group.
         collects_for: for each rank of this node, the destination ranks whose rows it collects in
             the 2DH all-to-all under this topology.
     """
@@ -148,7 +153,8 @@ class GroupState:
     _by_class: dict[type, Any] = field(default_factory=dict)
 
     def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the object of class `kind` that another part of the package stores with the group.
+        """Return the object of class `kind` that a different part of this package stores with the
+        group.
 
         The object is created on first use, by `make` or `kind()`, and discarded when the topology
         changes.
@@ -158,13 +164,15 @@ class GroupState:
         return self._by_class[kind]
 
     def set_topology(self, topology: Topology) -> None:
-        """Set a new topology, and discard measurements and plans made under the previous one."""
+        """Set a new topology, and discard measurements and plans that were made under the previous
+        one.
+        """
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 
     def next_tag(self, count: int = 1) -> int:
-        """Return the first of `count` new tags for exchanges in the background, from 1 to
-        `MAX_TAG`.
+        """Reserve `count` new tags for exchanges in the background, and return the first one, which
+        is from 1 to `MAX_TAG`.
 
         All ranks request tags in the same order.
         """
@@ -173,14 +181,15 @@ class GroupState:
         return first
 
     def keep_abandoned(self, seconds: float, *parts: Any) -> None:
-        """Keep parts of messages alive for `seconds`, until the peers have completed or failed.
+        """Keep the objects that belong to messages alive for `seconds`, until the peers have
+        completed or failed.
 
-        Destructors may call this method, in any thread.
+        This method may be called by destructors in any thread.
         """
         self.abandoned[id(parts)] = time.monotonic() + seconds, parts
 
     def release_abandoned(self) -> None:
-        """Release parts of messages whose time has passed."""
+        """Release the objects that belong to messages and whose time has passed."""
         for number, (until, _) in list(self.abandoned.items()):
             if until < time.monotonic():
                 self.abandoned.pop(number, None)

@@ -1,4 +1,6 @@
-"""`Topology`: which ranks of a group share a node, and how many network cards each node has."""
+"""`Topology`, which states which ranks of a group share a node, and how many network cards each
+node has.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Return the launcher's node index, if set, and the host name.
+    """Return the launcher's index of this node, if it is set, and the host name.
 
-    Two processes share a node if both are equal. The index is needed because containers on
+    Two processes share a node if both values are equal. The index is needed because containers on
     different hosts may have the same host name. A launcher may also start several agents on one
-    host, which count as separate nodes.
+    host, which are then treated as separate nodes.
 
     Args:
         environment: optional. Environment variables of the process. Defaults to `os.environ`.
@@ -32,7 +34,7 @@ def node_name(environment: Mapping[str, str] | None = None) -> str:
 
 
 def node_key(size: int) -> bytes:
-    """Return a digest of the node's name, `size` bytes long."""
+    """Return a digest of the node's name that is `size` bytes long."""
     return hashlib.sha256(node_name().encode()).digest()[:size]
 
 
@@ -43,12 +45,12 @@ class Topology:
     Ranks need not be numbered node by node, and nodes may have different numbers of ranks.
 
     Attributes:
-        nodes: for each node, the ranks (indices in the group) on the node in ascending order. Nodes
-            are in the order of their first rank.
+        nodes: for each node, the ranks on the node (indices in the group) in ascending order. Nodes
+            are in the order of the first rank on each node.
         nics: number of network cards per node.
-        source: where the topology comes from, for messages.
+        source: description of the origin of the topology, which is used in messages.
     Raises:
-        ValueError: a rank is missing or appears twice, a node is empty, or nics < 1.
+        ValueError: If a rank is missing or appears twice, a node is empty, or `nics` is below 1.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -76,8 +78,8 @@ class Topology:
 
     @classmethod
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
-        """Create nodes of `per_node` ranks each, in rank order. The last node has the remaining
-        ranks.
+        """Create a topology with `per_node` consecutive ranks on each node. The last node contains
+        the remaining ranks.
         """
         if per_node < 1:
             raise ValueError(
@@ -103,36 +105,36 @@ class Topology:
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """For each rank, the index of its node."""
+        """The index of the node of each rank."""
         where = {rank: index for index, node in enumerate(self.nodes) for rank in node}
         return tuple(where[rank] for rank in range(self.size))
 
     @cached_property
     def local_of(self) -> tuple[int, ...]:
-        """For each rank, its local rank on its node."""
+        """The local rank of each rank on its node."""
         where = {rank: local for node in self.nodes for local, rank in enumerate(node)}
         return tuple(where[rank] for rank in range(self.size))
 
     @cached_property
     def uniform_nodes(self) -> bool:
-        """Whether all nodes have the same number of ranks."""
+        """True if all nodes have the same number of ranks."""
         return len({len(node) for node in self.nodes}) == 1
 
     @cached_property
     def two_steps(self) -> bool:
-        """Whether collectives in two steps can be faster: there are several equal nodes with
-        several ranks each.
+        """True if collectives in two steps can be faster, because there are several nodes with the
+        same number of ranks, and each has several ranks.
         """
         return self.uniform_nodes and self.why_flat() is None
 
     @cached_property
     def node_major(self) -> bool:
-        """Whether ranks are numbered node by node."""
+        """True if ranks are numbered node by node."""
         return [rank for node in self.nodes for rank in node] == list(range(self.size))
 
     @cached_property
     def regular(self) -> bool:
-        """Whether all nodes have the same number of ranks, and ranks are numbered node by node."""
+        """True if all nodes have the same number of ranks, and ranks are numbered node by node."""
         return self.uniform_nodes and self.node_major
 
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -140,15 +142,18 @@ class Topology:
         return self.nodes[self.node_of[rank]]
 
     def same_node(self, one: int, other: int) -> bool:
-        """Return whether two ranks share a node."""
+        """Return true if two ranks share a node."""
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of a subgroup of `ranks`, in the subgroup's rank numbers."""
+        """Return the topology of the subgroup of `ranks`, in which ranks are numbered as in the
+        subgroup.
+        """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 
     def why_flat(self) -> str | None:
-        """Return why hierarchical exchanges cannot be faster in this topology, or None if they can.
+        """Return the reason why hierarchical exchanges cannot be faster in this topology, or None
+        if they can be faster.
         """
         if len(self.nodes) == 1:
             return f"all {self.size} ranks are on one node"

@@ -1,4 +1,4 @@
-"""`TorchComm`: a `Comm` over torch.distributed (gloo or NCCL)."""
+"""`TorchComm`, a `Comm` over torch.distributed (gloo or NCCL)."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_ga
 
 
 class TorchComm(Comm):
-    """A torch.distributed process group.
+    """A group of ranks that uses a torch.distributed process group.
 
     Args:
         group: optional. The process group. Defaults to the default group.
-        timeout_s: seconds that a collective or a point-to-point exchange may take, even if the
-            group's own timeout is longer. Groups created by `subgroup` have the same timeout. On
-            NCCL a thread watches groups with a longer timeout, see `comm.watchdog`. A failure after
-            the call returns is raised by a later collective, whose error lists earlier collectives.
-            If NCCL's own watchdog ends the process, the log of NCCL names the collective.
+        timeout_s: maximum time in seconds for a collective or a point-to-point exchange, even if
+            the group's own timeout is longer. Groups created by `subgroup` have the same timeout.
+            On NCCL, a thread watches groups that have a longer timeout; see `comm.watchdog`. A
+            failure that occurs after the call has returned is raised by a later collective, whose
+            error message lists earlier collectives. If NCCL's own watchdog terminates the process,
+            the log of NCCL names the collective.
     Raises:
-        ValueError: torch.distributed is not initialized.
+        ValueError: If torch.distributed is not initialized.
     """
 
     separate = True
@@ -107,7 +108,7 @@ class TorchComm(Comm):
 
     @property
     def device(self) -> torch.device:
-        """The current CUDA device for NCCL, else the CPU."""
+        """The current CUDA device for NCCL, otherwise the CPU."""
         return torch.device("cuda", torch.cuda.current_device(
         )) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
 
@@ -125,14 +126,15 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. True on gloo if there are several equal nodes of several ranks.
+        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes with the
+        same number of ranks, and each has several ranks.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps
 
     def prepare(self, topology: Topology | None = None) -> Topology:
-        """See `RankGroup.prepare`. On NCCL one collective of all ranks creates the communicator,
-        because not all ranks take part in the messages of a hierarchical exchange.
+        """See `RankGroup.prepare`. On NCCL the communicator is created by one collective of all
+        ranks, because not all ranks take part in the messages of a hierarchical exchange.
         """
         topology = super().prepare(topology)
         if self.fails_later and not self.state.connected:
@@ -141,7 +143,7 @@ class TorchComm(Comm):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect ranks with equal node index and host name, which share a node. Collective."""
+        """Detect which ranks share a node by their node indices and host names. Collective."""
         key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
         key_bytes = key_bytes.to(self.device)
         keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
@@ -151,7 +153,7 @@ class TorchComm(Comm):
                    recv: Sequence[int] | None = None) -> Tensor:
         """See `Comm.all_to_all`. Dtypes that the backend does not support are sent as bytes.
 
-        A tagged view sends point-to-point messages instead.
+        A tagged view uses point-to-point messages instead.
         """
         if torch.compiler.is_compiling() and send is None and recv is None:
             return collective(x, self.key, self.size, "all_to_all", "none")
@@ -180,7 +182,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm.all_reduce`. Bytes are not counted here; `Collectives` counts its sums."""
+        """See `Comm.all_reduce`. Bytes are not counted here, but by `Collectives` for its sums."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -194,7 +196,7 @@ class TorchComm(Comm):
                        x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm.all_gather`. On gloo over several nodes, two steps are used (`comm.by_nodes`).
+        """See `Comm.all_gather`. On gloo with several nodes, two steps are used (`comm.by_nodes`).
         """
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "all_gather", "none")
@@ -207,7 +209,7 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps over several nodes."""
+        """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps for several nodes."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "reduce_scatter", "none")
         if self.receive_first:
@@ -221,7 +223,7 @@ class TorchComm(Comm):
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """See `Comm.broadcast`; root: a rank of this group. Bytes are not counted."""
+        """See `Comm.broadcast`; `root` is a rank of this group. The bytes are not counted."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
@@ -239,8 +241,7 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm.post`. On gloo messages run in the background, limited by `timeout_s` per wait.
-        """
+        """See `Comm.post`. On gloo messages run in the background; `timeout_s` limits each wait."""
         if not self.receive_first:
             return super().post(sends, recvs)
         self.state.release_abandoned()
@@ -256,7 +257,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        """Notify the watchdog, if there is one, while this rank waits for these messages."""
+        """Inform the watchdog, if there is one, while this rank waits for these messages."""
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
@@ -267,7 +268,7 @@ class TorchComm(Comm):
                 watchdog.end()
 
     def _wait_for_messages(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
-        """Wait on gloo for each message separately, so that an error can name the peer."""
+        """On gloo, wait for each message separately, so that an error message can name the peer."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         with self._watched(sends, recvs):
             for index, work in enumerate(works):
@@ -310,7 +311,7 @@ class TorchComm(Comm):
         return child
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
-        """Return the job's store on a separate connection, usable while other threads wait."""
+        """Return the job's store on a separate connection, which other threads do not block."""
         job_store: Any = dist.distributed_c10d._get_default_store()
         return job_store.clone()
 
@@ -319,8 +320,7 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a torch collective; on gloo for at most `timeout_s`, even if the group's timeout is
-        longer.
+        """Run a torch collective. On gloo it may take at most `timeout_s`.
 
         On NCCL the host does not wait, so the group's own timeout and its watchdog apply.
         """
@@ -344,7 +344,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a torch collective with these arguments; on gloo for at most `timeout_s`."""
+        """Wait for a torch collective with these arguments, on gloo for at most `timeout_s`."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)
@@ -363,12 +363,12 @@ class TorchComm(Comm):
 
 
 class _Posted:
-    """Messages in progress on gloo. Calling the object waits for them.
+    """A set of messages in progress on gloo. Calling the object waits for the messages.
 
-    If a pass raises an error, its messages are never waited for. If their tensors and work objects
-    were then freed, gloo would neither read the bytes of such a message from the connection nor
-    send them, and all later messages would wait behind it. Therefore the group's state keeps them
-    alive for a while.
+    If a pass raises an error, no code waits for its messages. If the tensors and work objects of
+    these messages were then freed, gloo would neither read the bytes of such a message from the
+    connection nor send them, and all later messages would wait behind it. Therefore the group's
+    state keeps them alive for a while.
     """
 
     def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages
@@ -406,21 +406,21 @@ _WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
 
 
 def _as_supported(x: Tensor) -> Tensor:
-    """Return a view of x in a dtype that every backend can send."""
+    """Return a view of `x` in a dtype that every backend can send."""
     return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
 
 
 def _widening(x: Tensor) -> int:
-    """Return the number of elements of `_as_supported(x)` in dimension 0 per row of x."""
+    """Return the number of elements in dimension 0 of `_as_supported(x)` for each row of `x`."""
     return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """Return the default torch.distributed group if it is initialized, else a group of one rank.
+    """Return the default torch.distributed group if it exists, otherwise a group of one rank.
 
     Raises:
-        ValueError: a launcher started several processes but no group is initialized. Each process
-            would silently train a separate model.
+        ValueError: If a launcher started several processes but no group is initialized. Otherwise
+            each process would silently train a separate model.
     """
     from moe_plugin.comm.base import LocalComm
 
@@ -429,7 +429,7 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes.isdigit() and int(processes) > 1:
         raise ValueError(
-            f"WORLD_SIZE={processes} does not fit a layer without a group: each of these processes "
+            f"WORLD_SIZE={processes} requires a process group, without which each process "
             "would train a separate model. Call torch.distributed.init_process_group() before "
             "building the layer, or pass comm=LocalComm() for a layer of this process alone")
     return LocalComm()

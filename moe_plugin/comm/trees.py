@@ -1,24 +1,25 @@
-"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, as messages within a
-group.
+"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, implemented as messages
+within a group.
 
-The data of all ranks is one row of elements. The shard of each root is split among the root's trees
-by their weights, and each of these parts is split into C chunks. Chunk c passes an edge from depth
-d - 1 to depth d in round c + LAG (d - 1). Chunks follow each other, so all trees are busy at the
-same time. All data that one rank sends to another rank in one round is one message. Towards the
-roots, the same happens in the opposite order.
+The data of all ranks is treated as one row of elements. The shard of each root is split among the
+root's trees by their weights, and each of these parts is split into C chunks. Chunk c is sent over
+an edge from depth d - 1 to depth d in round c + LAG (d - 1). The chunks are sent one after another,
+so all trees are busy at the same time. All data that one rank sends to a different rank in one
+round is sent in one message. In a reduce-scatter, which sends data towards the roots, the messages
+are the same in the opposite order.
 
-A rank forwards data that arrived LAG rounds before, so its links are busy while the messages of a
-round are in transit. With T seconds for all bytes, a cost of alpha per round and trees of depth D,
-this takes (C + LAG (D - 1)) (T / C + alpha) seconds, which is smallest at C = sqrt(LAG (D - 1) T /
-alpha).
+A rank forwards data that arrived LAG rounds earlier, so its links are busy while the messages of a
+round are in transit. If all bytes take T seconds, a round costs alpha seconds and trees have depth
+D, the collective takes (C + LAG (D - 1)) (T / C + alpha) seconds. This is smallest at C = sqrt(LAG
+(D - 1) T / alpha).
 
-All ranks run the same rounds. On gloo a rank posts the receives of the next rounds before it sends,
-so that a round does not wait for another rank to reach it; on other backends a round is one
-`Comm.send_receive`. There is no deadlock: the rank that is furthest behind waits only for messages
-of earlier rounds, which all other ranks have already posted.
+All ranks run the same number of rounds. On gloo a rank posts the receives of the next rounds before
+it sends, so a round does not wait for a different rank to reach it. On other backends each round is
+one call of `Comm.send_receive`. There is no deadlock: the rank that is furthest behind waits only
+for messages of earlier rounds, which all other ranks have already posted.
 
-Sums are equal in every run. In each round a rank adds the received data to its own part in the
-order of the senders' ranks, and the tree determines in which round each part arrives.
+Sums are bitwise equal in every run. In each round a rank adds the received data to its own part in
+the order of the senders' ranks, and the tree determines in which round each part arrives.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Span = tuple[int, int]  # first element, and the element after the last
 
 @dataclass(frozen=True)
 class Message:
-    """Data sent to or received from another rank in one round.
+    """Data that is sent to, or received from, a different rank in one round.
 
     Attributes:
         peer: the other rank.
@@ -62,8 +63,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """The messages that a rank sends and receives in one round, each in ascending order of the
-    peer's rank.
+    """The messages that a rank sends and receives in one round, both in ascending order of the
+    other rank.
     """
 
     sends: tuple[Message, ...]
@@ -71,20 +72,21 @@ class Round:
 
 
 def shards_of(length: int, ranks: int) -> list[int]:
-    """Return the first element of each rank's shard of `length` elements, and the end. Shards are
-    as even as possible.
+    """Return the index of the first element of each rank's shard of `length` elements, followed by
+    the end index. The sizes of the shards are as equal as possible.
     """
     return [length * rank // ranks for rank in range(ranks + 1)]
 
 
 def round_s(schedule: Schedule) -> float:
-    """Return the fixed seconds of a round: the cost of its slowest message, but at least `ROUND_S`.
+    """Return the fixed time in seconds of a round, which is the cost of its slowest message but at
+    least `ROUND_S`.
     """
     return max(schedule.message_s, ROUND_S)
 
 
 def chunks_for(schedule: Schedule, size: int) -> int:
-    """Return C, the number of chunks for `size` bytes in total, from 1 to `MOST_CHUNKS`; see the
+    """Return the number of chunks C for `size` bytes in total, from 1 to `MOST_CHUNKS`; see the
     module docstring.
     """
     deeper = LAG * (schedule.depth - 1)
@@ -96,22 +98,23 @@ def chunks_for(schedule: Schedule, size: int) -> int:
 
 
 def predicted_s(schedule: Schedule, size: int) -> float:
-    """Return the predicted seconds for `size` bytes in total; see the module docstring."""
+    """Return the predicted time in seconds for `size` bytes in total; see the module docstring."""
     chunks = chunks_for(schedule, size)
     rounds = chunks + LAG * max(schedule.depth - 1, 0)
     return rounds * (schedule.seconds(size) / chunks + round_s(schedule))
 
 
 def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int) -> list[Round]:
-    """Return the messages that a rank sends and receives, round by round. All ranks have the same
+    """Return the messages that a rank sends and receives in each round. All ranks have the same
     number of rounds.
 
     Args:
         schedule: schedule of an all-gather (away from the roots) or a reduce-scatter (towards the
             roots).
         rank: the rank.
-        shards: first element of each rank's shard, and the end, see `shards_of`.
-        chunks: number of chunks of each part of a shard.
+        shards: index of the first element of each rank's shard, followed by the end index; see
+            `shards_of`.
+        chunks: number of chunks into which each part of a shard is split.
     """
     deepest = schedule.depth
     rounds = chunks + LAG * max(deepest - 1, 0)
@@ -139,7 +142,8 @@ def _messages(by_peer: dict[int, list[Span]]) -> tuple[Message, ...]:
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Return spans in ascending order, with adjacent spans merged, equal on both ends of a message.
+    """Return the spans in ascending order, with adjacent spans merged. The result is equal on both
+    ends of a message.
     """
     joined: list[Span] = []
     for start, stop in sorted(spans):
@@ -157,7 +161,7 @@ def _split(span: Span, parts: int) -> list[Span]:
 
 
 def _parts(schedule: Schedule, shards: Sequence[int]) -> list[tuple[Tree, Span]]:
-    """Return every tree with its part of its root's shard."""
+    """Return every tree together with the part of its root's shard that it transfers."""
     done = [0] * (len(shards) - 1)
     parts = []
     for tree in schedule.trees:
@@ -177,12 +181,12 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 @dataclass
 class Trees:
-    """Schedules of one group, and the rounds for the sizes used so far. Stored in the group's
-    state.
+    """The schedules of one group, and the rounds for the sizes that have been used so far. This
+    object is stored in the group's state.
 
     Attributes:
-        gather: schedule of an all-gather.
-        reduce: schedule of a reduce-scatter on the same network.
+        gather: schedule of the all-gather.
+        reduce: schedule of the reduce-scatter on the same network.
     """
 
     gather: Schedule
@@ -192,7 +196,7 @@ class Trees:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def rounds(self, schedule: Schedule, comm: Comm, length: int, size: int) -> list[Round]:
-        """Return this rank's rounds for `length` elements of `size` bytes in total."""
+        """Return this rank's rounds for `length` elements that have `size` bytes in total."""
         chunks = chunks_for(schedule, size)
         key = schedule.collective, length, chunks
         with self._lock:
@@ -205,10 +209,11 @@ class Trees:
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Concatenate all ranks' `x` [n, ...], of equal shapes, along dimension 0 to [size * n, ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, along dimension 0
+    to [size * n, ...].
 
     Raises:
-        CommError: a peer failed, or a message exceeded the timeout.
+        CommError: If a peer failed, or if a message exceeded the timeout.
     """
     out = x.new_empty((comm.size * x.shape[0], *x.shape[1:]))
     if out.numel():
@@ -218,12 +223,12 @@ def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def reduce_scatter(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Return this rank's part [n, ...] of the sum over ranks of `x` [size * n, ...].
+    """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...].
 
-    Sums are computed in the dtype of x, in a fixed order (see the module docstring).
+    Sums are computed in the dtype of `x` and in a fixed order (see the module docstring).
 
     Raises:
-        CommError: a peer failed, or a message exceeded the timeout.
+        CommError: If a peer failed, or if a message exceeded the timeout.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if not x.numel():
@@ -234,12 +239,13 @@ def reduce_scatter(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Return the sum of `x` over ranks, of any shape and equal on all ranks.
+    """Return the sum of `x`, which may have any shape, over ranks. The result is equal on all
+    ranks.
 
-    The sum is a reduce-scatter followed by an all-gather.
+    The sum is computed by a reduce-scatter followed by an all-gather.
 
     Raises:
-        CommError: a peer failed, or a message exceeded the timeout.
+        CommError: If a peer failed, or if a message exceeded the timeout.
     """
     total = x.clone(memory_format=torch.contiguous_format)
     if total.numel():
@@ -249,15 +255,15 @@ def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def _spread(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Send every rank's shard of `whole` to all ranks, in place."""
+    """Send each rank's shard of `whole` to all ranks, which write it to `whole` in place."""
     flat_N = whole.view(-1).view(_SAME_SIZE[whole.element_size()])
     rounds = trees.rounds(trees.gather, comm, whole.numel(), whole.nbytes)
     _Run(comm, flat_N, rounds, "all_gather", _put).go()
 
 
 def _collect(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Sum every rank's shard of `whole` on that rank, in place. The rest of `whole` then contains
-    partial sums.
+    """Sum the shards of `whole` in place, so that each rank has the sum of its own shard. The other
+    shards of `whole` then contain partial sums.
     """
     rounds = trees.rounds(trees.reduce, comm, whole.numel(), whole.nbytes)
     _Run(comm, whole.view(-1), rounds, "reduce_scatter", _add).go()
@@ -273,14 +279,14 @@ def _add(target: Tensor, arrived: Tensor) -> None:
 
 @dataclass
 class _Run:
-    """One pass through the rounds of a collective.
+    """One execution of the rounds of a collective.
 
     Attributes:
         comm: the group.
-        flat_N: the whole tensor, flat.
-        rounds: this rank's rounds.
-        what: name of the collective, for messages.
-        take: writes received data to its target.
+        flat_N: the whole tensor as a flat vector.
+        rounds: the rounds of this rank.
+        what: name of the collective, which is used in messages.
+        take: function that writes received data to its target.
     """
 
     comm: Comm
@@ -307,7 +313,8 @@ class _Run:
                 f"{self.flat_N.dtype} [{self.flat_N.numel()}])") from error
 
     def _post(self, number: int) -> None:
-        """Run a round on gloo: post receives ahead of time, and do not wait for sends immediately.
+        """Run a round on gloo, for which receives are posted in advance, and do not wait for sends
+        immediately.
         """
         while self._posted < min(number + AHEAD, len(self.rounds)):
             buffers = self._buffers(self.rounds[self._posted].recvs)
@@ -323,7 +330,8 @@ class _Run:
             self._leaving[number] = self.comm.post(sends, [])
 
     def _complete(self, number: int) -> None:
-        """Wait for a posted round: write received data to its target, and release the sent buffers.
+        """Wait for a posted round, write the received data to its target, and release the buffers
+        that were sent.
         """
         if number in self._arriving:
             wait, buffers = self._arriving.pop(number)
@@ -333,16 +341,16 @@ class _Run:
             self._leaving.pop(number)()
 
     def _meet(self, number: int) -> None:
-        """Run a round on other backends: exchange all messages of the round. Every rank calls this
-        method.
+        """Run a round on other backends: exchange all messages of the round. Every rank must call
+        this method.
         """
         buffers = self._buffers(self.rounds[number].recvs)
         self.comm.send_receive(self._sends(number), self._addressed(number, buffers))
         self._unpack(number, buffers)
 
     def _buffers(self, recvs: Sequence[Message]) -> list[Tensor]:
-        """Return the buffers for received messages. A message is received in place if it is
-        contiguous and nothing is added.
+        """Return the buffers for received messages. A message is received in place if its target is
+        contiguous and no values are added.
         """
         return [self.flat_N[slice(*message.spans[0])] if self._in_place(message) else
                 self.flat_N.new_empty(message.length) for message in recvs]

@@ -1,17 +1,17 @@
-"""Threads that watch a group of ranks, and functions that end all ranks of a job after a fatal
-error.
+"""Threads that watch a group of ranks, and functions that terminate all ranks of a job after a
+fatal error.
 
 `Watchdog` sends heartbeats, so that an error can name the missing ranks. `TimeoutWatch` finds and
 names collectives on NCCL that take longer than `comm.timeout_s`.
 
-The host does not wait for NCCL, and NCCL's own watchdog only uses the timeout with which a group
-was created. If that timeout is longer, as in groups created by other code, each collective of the
-layer records an event, and a thread checks whether the oldest event has passed. The host does not
-wait.
+The host does not wait for NCCL's collectives, and NCCL's own watchdog only uses the timeout with
+which a group was created. If the timeout of the group is longer than `comm.timeout_s`, as in groups
+created by other code, each collective of the layer records an event, and a thread checks whether
+the oldest event has passed. The host does not wait for these events.
 
-CUDA forbids such checks while a graph is captured in mode `global`, torch's default. Capture graphs
-with `torch.cuda.graph(..., capture_error_mode="thread_local")`, as torch's own watchdog thread
-requires. In other modes, watching stops with a warning.
+CUDA forbids such checks while a graph is captured in the mode `global`, which is torch's default.
+Capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`, as torch's own
+watchdog thread also requires. In other modes, the thread stops watching and a warning is logged.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _TOGETHER_S = 1.0  # wait for ranks that end with the same error
 
 @contextmanager
 def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
-    """End all ranks of the job if an error of type `kind` is raised inside the block.
+    """Terminate all ranks of the job if an error of type `kind` is raised inside the block.
 
-    Use it for errors that happen on one rank only, and after which the other ranks cannot continue.
+    Use this for errors that occur on only one rank, and after which the other ranks cannot
+    continue.
     """
     try:
         yield
@@ -59,12 +60,12 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 
 @contextmanager
 def says_why() -> Iterator[None]:
-    """End all ranks with this rank's error message if an error ends this rank alone; used around a
-    whole run.
+    """If an error occurs on this rank alone, terminate all ranks with its error message. This block
+    is placed around a whole run.
 
-    Without this block the other ranks would fail with a broken connection. If all ranks fail on
-    their own, for example because of invalid settings, nothing is changed. An error caused by too
-    many open files is raised as a `ValueError` with the limit and the remedy.
+    Without this block the other ranks would fail with a broken connection. If all ranks fail
+    independently, for example because of invalid settings, nothing is changed. An error caused
+    by too many open files is raised as a `ValueError` that states the limit and the remedy.
     """
     try:
         yield
@@ -78,14 +79,13 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Make all other ranks stop waiting for this rank. The groups of this process cannot be used
-    afterwards.
+    """Cause all other ranks to stop waiting for this rank, whose groups cannot be used afterwards.
 
-    A job of one process is not affected. On NCCL, ranks that wait in a kernel notice the abort when
-    their host next waits for sizes, or through their own timeout.
+    A job that consists of one process is not affected. On NCCL, ranks that wait in a kernel notice
+    the abort when their host next waits for sizes, or when their own timeout passes.
 
     Args:
-        error: the reason, which receives a note with this rank's number.
+        error: the error that is the reason. A note with this rank's number is added to it.
     """
     if not _several() or _why(error) in getattr(error, "__notes__", ()):
         return
@@ -98,10 +98,10 @@ def abort_job(error: BaseException) -> None:
 
 
 def reason() -> str:
-    """Return the reason given by a rank that gave up, for an error message, or an empty text.
+    """Return the reason given by a rank that gave up, for an error message, or an empty string.
 
-    If a rank gave up, this rank's connections are broken as well, because other ranks may be
-    waiting for it.
+    If a rank gave up, this rank's connections are also broken, because other ranks may be waiting
+    for it.
     """
     if not _several():
         return ""
@@ -113,17 +113,17 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Return whether the error message contains the error with which another rank ended, which is
-    the cause.
+    """Return true if the error message contains the error with which a different rank ended, which
+    is then the cause.
     """
     return _GAVE_UP in str(error)
 
 
 def claim_first_report(text: str) -> bool:
-    """Return whether this rank is the first rank of the job to report `text`.
+    """Return true if this rank is the first rank of the job to report `text`.
 
-    Also returns true if the job's store cannot be reached. Use it for messages that either one rank
-    or all ranks may have.
+    The result is also true if the job's store cannot be reached. Use this function for messages
+    that may occur either on one rank or on all ranks.
     """
     key = f"moe_plugin/said/{zlib.crc32(text.encode()):08x}"
     count = _bounded(lambda store: store.add(key, 1)) if _several() else None
@@ -131,10 +131,10 @@ def claim_first_report(text: str) -> bool:
 
 
 def leave() -> None:
-    """Wait briefly for other ranks before a rank ends with an error.
+    """Wait briefly for other ranks before this rank ends with an error.
 
-    Only the first rank waits. Its process may contain the job's store, and without the wait the
-    other ranks would log long errors about a lost connection.
+    Only the first rank waits. The process of the first rank may contain the job's store, and
+    without the wait the other ranks would log long errors about a lost connection.
     """
     if _several():
         _bounded(_all_leave if dist.get_rank() == 0 else lambda store: _count(store, "left"))
@@ -180,7 +180,7 @@ def _all_end(store: Any) -> bool:
 
 
 def _come(store: Any, counter: str, timeout_s: float) -> bool:
-    """Return whether all ranks have increased the counter before the timeout."""
+    """Return true if all ranks have increased the counter before the timeout."""
     until = time.monotonic() + timeout_s
     while store.add(f"{_KEY}/{counter}", 0) < dist.get_world_size():
         if time.monotonic() > until:
@@ -216,7 +216,7 @@ def _break(group: Any) -> None:
 def _bounded(call: Callable[[Any], Any]) -> Any:
     """Return `call(store)` for the job's store, or None if the store does not answer in time.
 
-    The call uses a separate connection, which other threads do not block.
+    The call uses a separate connection, which is not blocked by other threads.
     """
     answers: list[Any] = []
 
@@ -240,15 +240,16 @@ def _event_of(device: torch.device) -> torch.cuda.Event | None:
 
 
 class TimeoutWatch:
-    """Watches the collectives of one group, and aborts the group if a collective takes too long.
+    """A thread that aborts a group if one of the group's collectives takes too long.
 
     Args:
-        group: process group; not kept alive by this object.
-        timeout_s: seconds that a collective may take, including work queued before it.
-        who: rank and group, for messages.
-        report: returns further information about the peers for messages, or an empty text.
-        event: records an event with a `query()` method on a device's current stream. Returns None
-            if the host itself waits for the device's collectives.
+        group: process group to watch. This object does not keep the group alive.
+        timeout_s: maximum time in seconds for a collective, including work queued before it.
+        who: description of the rank and the group, which is used in messages.
+        report: function that returns further information about the peers for messages, or an empty
+            string.
+        event: function that records an event with a `query()` method on a device's current stream.
+            The result is None if the host itself waits for the device's collectives.
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str, report: Callable[[], str],
@@ -260,7 +261,7 @@ class TimeoutWatch:
         self._stopped = False
 
     def add(self, what: str, device: torch.device) -> None:
-        """Watch a collective, described by `what`, that was just queued on the current stream of
+        """Watch a collective, described by `what`, that was queued on the current stream of
         `device`.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -292,8 +293,8 @@ class TimeoutWatch:
                 return
 
     def _late(self) -> list[str]:
-        """Return the oldest collective that exceeded the timeout and the collectives behind it, or
-        an empty list.
+        """Return a list with the oldest collective that exceeded the timeout and the collectives
+        behind it, or an empty list.
         """
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()
@@ -312,17 +313,17 @@ class TimeoutWatch:
 
 
 class Watchdog:
-    """Heartbeats of one rank of a group, sent by a thread.
+    """A thread that sends the heartbeats of one rank of a group.
 
     Args:
-        store: a torch.distributed store (or any object with `set`, `get` and `check`). The store
-            should not be in a rank that may die; torchrun's store is not.
+        store: a torch.distributed store, or any object with `set`, `get` and `check`. The store
+            should not be located in a rank that may fail; torchrun's store is not.
         rank: this rank's index in the group.
         size: number of ranks in the group.
-        name: name of the group, used in the store's keys.
-        interval_s: seconds between two heartbeats.
+        name: name of the group, which is used in the store's keys.
+        interval_s: time in seconds between two heartbeats.
     Raises:
-        ValueError: interval_s is not positive.
+        ValueError: If `interval_s` is not positive.
     """
 
     def __init__(self, store: Any, rank: int, size: int, name: str, interval_s: float) -> None:
@@ -337,9 +338,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank starts an exchange. The next heartbeat reports it; nothing is sent
-        now.
-        """
+        """Record that this rank starts an exchange, which the next heartbeat will report."""
         self.count += 1
         self.what = f"in {what}"
 

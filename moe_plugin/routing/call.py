@@ -1,4 +1,4 @@
-"""`RoutingCall`: the data of one router call that hooks and losses share.
+"""`RoutingCall`, the data of one router call that hooks and losses share.
 
 This module also checks token ids and sequence numbers, and passes token ids from a model to its MoE
 layers.
@@ -23,9 +23,9 @@ from moe_plugin.utils.machine import inside_backward
 # Token ids and sequence numbers are needed only by some routers and losses (router hash, loss
 # sequence).
 def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
-    """Raise `ValueError` unless `values_T` is an integer tensor of shape [tokens].
+    """Raise a `ValueError` unless `values_T` is an integer tensor of shape [tokens].
 
-    name: name of the tensor in error messages.
+    name: name of the tensor, which is used in error messages.
     """
     if tuple(values_T.shape) != (tokens,):
         raise ValueError(f"The tensor {name} has shape {tuple(values_T.shape)}, but must have "
@@ -37,16 +37,16 @@ def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
 
 
 def check_range(values: Tensor, first: int, last: int, message: str) -> None:
-    """Raise `ValueError` unless all integers are in first..last.
+    """Raise a `ValueError` unless all integers are from `first` to `last`.
 
-    The host does not wait for a GPU. On a GPU, a failed check stops the device with an assertion,
-    which the host notices at its next synchronisation.
+    The host does not wait for the GPU. On a GPU, a failed check stops the device with an assertion,
+    which the host notices at its next synchronization.
 
     Args:
-        values: integers of any shape.
+        values: integer tensor of any shape.
         first, last: the smallest and the largest allowed value.
-        message: text of the error; `message.format(low, high)` inserts the smallest and the largest
-            value.
+        message: error message. The call `message.format(low, high)` inserts the smallest and the
+            largest value.
     """
     if not values.numel() or torch.compiler.is_compiling() or values.is_meta:
         return
@@ -63,8 +63,9 @@ class TakesTokenIds:
     """Base class of a host's MoE layers that receive token ids from `hand_token_ids`.
 
     Attributes:
-        needs: token information that the layer's router needs, see `RouterModule.needs`.
-        tokens_BT: int64 [B, T], token ids of the next call. None if no ids were passed.
+        needs: token information that the layer's router needs; see `RouterModule.needs`.
+        tokens_BT: int64 [B, T], the token ids of the next call. It is None if no token ids were
+            passed.
     """
 
     needs: frozenset[str] = frozenset()
@@ -79,7 +80,8 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     Args:
         model: a model that receives token ids as its first positional argument or as a keyword
             argument.
-        names: keyword arguments that may contain the token ids; the first match is used.
+        names: names of keyword arguments that may contain the token ids. The first of them that is
+            passed is used.
     """
     layers = [m for m in model.modules() if isinstance(m, TakesTokenIds) and "token_ids" in m.needs]
 
@@ -94,14 +96,14 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
 
 def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
                batch_axis: int = 1) -> TokenInfo | None:
-    """Return the token information that a router needs, or None if it needs nothing.
+    """Return the token information that a router needs, or None if the router needs none.
 
     Args:
-        x_TBD: tokens [T, B, D], or [B, T, D] with `batch_axis` 0.
-        ids_TB: int64, the token ids on the same two axes. Only needed if the router reads token
-            ids.
-        needs: `RouterModule.needs` of the router.
-        batch_axis: the axis that counts sequences, 0 or 1.
+        x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
+        ids_TB: int64, the token ids, whose two axes are the first two axes of the tokens. Required
+            only if the router reads token ids.
+        needs: the attribute `RouterModule.needs` of the router.
+        batch_axis: index (0 or 1) of the axis of sequences.
     """
     if not needs:
         return None
@@ -113,37 +115,40 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
 @dataclass(eq=False)
 class RoutingCall:
-    """One call of a router. The router's hooks fill it step by step, and its losses read it.
+    """The data of one call of a router. The router's hooks set the fields one after another, and
+    its losses read them.
 
     Attributes:
-        logits_TE: noisy logits computed by hook `scores`, float32 or float64.
-        ids_TK: int64, the chosen experts (all k, before policies and capacity), or -1 for no
-            expert.
-        mask_T: bool, True for real tokens. None means that all tokens are real.
-        k: experts per token.
-        info: further facts about the tokens.
-        noise: standard deviation of the logits' noise (already divided by E), 0 without noise.
-        score: the function that turns logits into scores.
-        divides: whether weights are divided by max(sum over the choices + added, least).
-        one_pass: True if one kernel computes choice, weights and sums. False computes them step by
-            step.
+        logits_TE: noisy logits computed by the hook `scores`, in float32 or float64.
+        ids_TK: int64, the chosen experts (all `k` choices, before policies and capacity), or -1 for
+            no expert.
+        mask_T: bool, True for tokens that are not padding. If it is None, all tokens are real.
+        k: number of experts per token.
+        info: further information about the tokens.
+        noise: standard deviation of the noise in the logits (already divided by E); 0 if there is
+            no noise.
+        score: function that converts logits to scores.
+        divides: whether weights are divided by `max(sum over the choices + added, least)`.
+        one_pass: True if a single kernel computes the choices, weights and sums. If it is False,
+            they are computed step by step.
         reads_z: whether a loss reads the logsumexp of the logits.
-        leaves_none: True if no choice of a real token is -1. False means that some choices may be
-            -1.
-        replays_whole: True if recordings of any router of this class also contain no -1, whatever
-            the number of nodes.
-        comm: ranks that share the batch's tokens. None means that this rank has the whole batch.
-        clean_TE: logits without noise. None means that the logits contain no noise.
+        leaves_none: whether every choice of a real token is an expert and not -1. If it is False,
+            some choices may be -1.
+        replays_whole: True if recordings of any router of this class also contain no -1, regardless
+            of the number of nodes.
+        comm: group of ranks that share the batch's tokens. If it is None, this rank has the whole
+            batch.
+        clean_TE: logits before noise was added. If it is None, the logits contain no noise.
         deviation_TE: standard deviation of the noise of each logit (noisy_topk).
-        outside_TE: bool, experts outside the groups that were chosen for the token.
-        penalty_E: link penalties of this rank, with mean 1.
-        step_load_E: int64 [E + 1], choices per expert, and the number of tokens as last element.
-            The counts include all ranks and all micro-batches of the step so far, including this
-            call.
+        outside_TE: bool, True for experts outside the groups that were chosen for the token.
+        penalty_E: penalties of this rank for the links to the experts, with mean 1.
+        step_load_E: int64 [E + 1], the number of choices per expert, followed by the number of
+            tokens. The counts include all ranks and all micro-batches of the step up to and
+            including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: choice, weights and sums over tokens returned by `route` or `route_by_steps`. None
-            if the router uses neither function. The field z of this result may be None; then z is
-            computed from `logits_TE`.
+        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`.
+            It is None if the router uses neither function. The field `z` of this result may be
+            None, in which case z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # until hook `scores`
@@ -182,11 +187,13 @@ class RoutingCall:
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:
-        """Choose the k best experts of each token, or accept given choices, and set `routed`.
+        """Choose the k best experts of each token, or use the given choices, and set `routed`.
 
         Args:
-            chosen_TK: int64, choices without -1 that replace the k best. Optional.
-            bias_E: added to the scores for the choice only, not for the weights. Optional.
+            chosen_TK: int64, choices without -1 that are used in place of the k best experts.
+                Optional.
+            bias_E: bias that is added to the scores for the choice, but not for the weights.
+                Optional.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
 
         Returns: int64 [T, K], the chosen experts.
@@ -201,10 +208,10 @@ class RoutingCall:
         return self.routed.ids_TK
 
     def weights_of(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights [T, K] of chosen experts: their scores, divided by their sum with
-        `divides`.
+        """Return the weights [T, K] of the chosen experts, which are their scores, divided by the
+        sum of these scores if `divides` is true.
 
-        ids_TK: int64, choices returned by `choose`, repeated from a recording, or made by the
+        ids_TK: int64, the choices returned by `choose`, taken from a recording, or made by the
         router itself.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
@@ -218,7 +225,7 @@ class RoutingCall:
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights of choices that may be -1; the kernel cannot exclude these from its
+        """Return the weights of choices that may be -1, which the kernel cannot exclude from its
         sum.
         """
         # The weights are divided only after the choices of -1 were set to 0.
@@ -230,19 +237,21 @@ class RoutingCall:
 
     @property
     def experts(self) -> int:
-        """The number of experts E."""
+        """The number E of experts."""
         return self.logits_TE.shape[1]
 
     @property
     def real_T(self) -> Tensor:
-        """`mask_T`, or True for every token if there is no mask; bool [T]."""
+        """The tensor `mask_T`, or True for every token if there is no mask, as bool [T]."""
         if self.mask_T is not None:
             return self.mask_T
         return self.logits_TE.new_ones(self.logits_TE.shape[0], dtype=torch.bool)
 
     @property
     def scores_TE(self) -> Tensor:
-        """Scores of all experts. A router may replace the scores that `score` computes."""
+        """Scores of all experts. A router may replace these scores, which are computed by
+        `score`.
+        """
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)
         return self._scores_TE
@@ -253,7 +262,7 @@ class RoutingCall:
 
     @property
     def probs_TE(self) -> Tensor:
-        """Scores with rows that sum to 1. A router may replace these values."""
+        """Scores that sum to 1 in each row. A router may replace these values."""
         if self._probs_TE is None:
             self._probs_TE = self.score.shares(self.scores_TE)
         return self._probs_TE
@@ -264,7 +273,7 @@ class RoutingCall:
 
     @property
     def clean_probs_TE(self) -> Tensor:
-        """`probs_TE` computed from the logits without noise."""
+        """The scores `probs_TE` computed from the logits without noise."""
         if self.clean_TE is None or self.clean_TE is self.logits_TE:
             return self.probs_TE
         if self._clean_probs_TE is None:
@@ -273,10 +282,11 @@ class RoutingCall:
 
     @property
     def margin_TE(self) -> Tensor | None:
-        """(clean logit - k-th largest noisy logit of the other experts) / deviation of the noise.
+        """The margin `(clean logit - k-th largest noisy logit of the other experts) / (deviation of
+        the noise)`.
 
-        None if the noise has no learned deviation. With k = E the margin is infinite, because every
-        expert is always chosen.
+        It is None if the noise has no learned deviation. If k = E, the margin is infinite, because
+        every expert is always chosen.
         """
         if self.deviation_TE is None:
             return None
@@ -292,14 +302,14 @@ class RoutingCall:
 
     @property
     def unchosen_TE(self) -> Tensor:
-        """Whether a token has not chosen an expert, bool [T, E]. Requires choices without -1."""
+        """Bool [T, E], true for experts that a token has not chosen. No choice may be -1."""
         return torch.ones_like(self.logits_TE, dtype=torch.bool).scatter_(1, self.ids_TK, False)
 
     @property
     def count(self) -> Tensor | float:
-        """Number of real tokens of the group, at least 1 because it serves as a divisor.
+        """Number of real tokens of the group, which is at least 1 because it is used as a divisor.
 
-        The value is a tensor in the dtype of the scores if the host does not know the number.
+        The number is a tensor in the dtype of the scores if the host does not know it.
         """
         if self._count is None:
             if self.mask_T is None and self.comm is None:
@@ -310,7 +320,7 @@ class RoutingCall:
         return self._count
 
     def own_count(self) -> Tensor:
-        """Return the number of real tokens of this rank, scalar int64."""
+        """Return the number of real tokens of this rank as an int64 scalar tensor."""
         if self.mask_T is not None:
             return self.mask_T.sum()
         tokens, device = self.ids_TK.shape[0], self.ids_TK.device
@@ -318,40 +328,44 @@ class RoutingCall:
 
     @property
     def own_load_KE(self) -> Tensor:
-        """Number of this rank's tokens with expert e as j-th choice, int64 [K, E]."""
+        """The number of this rank's tokens whose j-th choice is expert e, int64 [K, E]."""
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
     def load_E(self) -> Tensor:
-        """Return the group's tokens per expert over all choices, [E] in the dtype of the scores."""
+        """Return the group's number of tokens for each expert over all choices, [E] in the dtype of
+        the scores.
+        """
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
-        """Return the group's tokens per expert by first choice, [E] in the dtype of the scores."""
+        """Return the group's number of tokens for each expert by first choice, [E] in the dtype of
+        the scores.
+        """
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
-        """Return values of tokens, [T] or [T, n], with the values of padding set to 0."""
+        """Return values of tokens, [T] or [T, n], in which the values of padding are set to 0."""
         if self.mask_T is None:
             return values
         return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
 
     def importance_E(self) -> Tensor:
-        """Return the sum of the scores over real tokens for each expert, [E]."""
+        """Return for each expert the sum of its scores over real tokens, [E]."""
         if self.routed is not None:
             return self.routed.importance_E
         return self.real(self.probs_TE).sum(0)
 
     def squared_z(self) -> Tensor:
-        """Return the sum of logsumexp(logits)^2 over real tokens."""
+        """Return the sum of `logsumexp(logits)^2` over real tokens."""
         if self.routed is not None and self.routed.z is not None:
             return self.routed.z
         return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
 
     def entropy(self) -> Tensor:
-        """Return the mean entropy in nats of the scores over this rank's real tokens, without
+        """Return the mean entropy of the scores in nats over this rank's real tokens, without
         gradient.
         """
         count = (max(1, self.ids_TK.shape[0]) if self.mask_T is None else
@@ -364,7 +378,7 @@ class RoutingCall:
         return self.real(p_log_p_T).sum() / -count
 
     def total(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the ranks that share the batch."""
+        """Return the sum of `x` over the ranks that share the batch."""
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:

@@ -1,4 +1,5 @@
-"""Capacity: how many rows an expert accepts from one rank, and which choices get these slots.
+"""Capacity, which is the number of rows that an expert accepts from one rank, and the assignment of
+choices to these slots.
 
 Notation: T tokens of a rank, E experts, k choices per token, capacity factor f, s = ceil(T / E).
 Source: Tutel (`fast_dispatch`).
@@ -10,11 +11,11 @@ Source: Tutel (`fast_dispatch`).
 | f = 0 | the largest number of tokens that any expert received from any rank: never drops |
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
-Tutel does not enforce a minimum of one slot. With Tutel's formula, f < 1 drops every choice when a
+Tutel does not guarantee a minimum of one slot. With Tutel's formula, f < 1 drops every choice if a
 rank has E tokens or fewer, as in generation.
 
-Worked example: T = 10, E = 4, k = 2 gives s = 3. f = 1: C = 6. f = 1.25: C = 2 * int(3.75) = 6. f =
-0.3: C = max(1, 2 * int(0.9)) = 1. f = -1 with a largest load of 5: C = 5.
+For example, T = 10, E = 4 and k = 2 give s = 3. For f = 1, C = 6. For f = 1.25, C = 2 * int(3.75) =
+6. For f = 0.3, C = max(1, 2 * int(0.9)) = 1. For f = -1 and a largest load of 5, C = 5.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """Drops choices that find no free slot, with the same limit on all ranks.
+    """A module that drops choices for which there is no free slot, with the same limit on all
+    ranks.
 
     Args:
         config: settings of the layer.
-        comm: ranks that have different loads.
-        makes_slots: whether the dispatcher allocates slots, including empty ones. If so, all hosts
-            must agree on the number of slots.
-        own: whether each rank computes the limit from its own tokens, see
+        comm: group of ranks that have different loads.
+        makes_slots: whether the dispatcher allocates slots, including empty ones. If this is true,
+            all hosts must agree on the number of slots.
+        own: whether each rank computes the limit from its own tokens; see
             `HostContext.own_capacity`.
 
     Attributes:
-        never: True if no choice is ever dropped and no weight is ever changed, in training or
-            outside.
+        never: True if no choice is ever dropped and no weight is ever changed, in training or in
+            evaluation.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
@@ -60,7 +62,8 @@ class CapacityLimit:
         self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
-        """Return the routing after capacity; see `capacity`, `limit_on_device`, `slots` and `drop`.
+        """Return the routing after choices beyond the capacity are dropped; see `capacity`,
+        `limit_on_device`, `slots` and `drop`.
         """
         if not self.normalize and self.keeps_all(training):
             return KeptRouting(routing, None, None, routing)
@@ -78,7 +81,7 @@ class CapacityLimit:
         return KeptRouting(kept, slots_TK, made, routing, any_load)
 
     def keeps_all(self, training: bool) -> bool:
-        """Return whether the settings guarantee that no choice is dropped."""
+        """Return true if the settings guarantee that no choice is dropped."""
         if training:
             return self.dispatch.capacity_factor is None
         rule = _Rule.of(self.dispatch, training)
@@ -86,10 +89,10 @@ class CapacityLimit:
 
     def _limit(self, routing: Routing, made: int | None, asked: Comm,
                training: bool) -> int | Tensor | None:
-        """Return the limit that drops choices.
+        """Return the limit beyond which choices are dropped.
 
-        The limit equals `made`, or is lower where only the device knows the number of real tokens,
-        or where this rank has fewer tokens than other ranks and applies its own limit.
+        The limit equals `made`, or is lower if only the device knows the number of real tokens, or
+        if this rank has fewer tokens than other ranks and applies its own limit.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -99,9 +102,9 @@ class CapacityLimit:
         return made if limit is None else limit
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
-        """Check the promise of equal tokens, and return the routing.
+        """Check that all ranks have equal numbers of tokens as promised, and return the routing.
 
-        Under a compiler the check is an operation of the graph, because Python code would run only
+        Under a compiler the check is an operation in the graph, because Python code would run only
         once.
         """
         if torch.compiler.is_compiling():
@@ -114,7 +117,7 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """Return max(1, k * int(|f| * ceil(T / E))), the number of slots that does not depend on the
+    """Return `max(1, k * int(|f| * ceil(T / E)))`, the number of slots that does not depend on the
     load.
 
     The result is 0 for a rank without tokens.
@@ -129,8 +132,8 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The settings that apply to a call: the capacity factor, or the fraction of tokens that
-    replaces it (0 if the fraction is not used).
+    """The settings that apply to a call: the capacity factor, or the fraction of tokens that is
+    used in place of it (0 if the fraction is not used).
     """
 
     factor: float | None
@@ -154,7 +157,9 @@ class _Rule:
         return fixed_slots(tokens, experts, top_k, self.factor)
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
-        """Compute `slots` from an int64 scalar, with the same float64 arithmetic as on the host."""
+        """Compute the result of `slots` from an int64 scalar tensor, with the same float64
+        arithmetic as on the host.
+        """
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
         slots_per_choice = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
@@ -163,27 +168,29 @@ class _Rule:
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Return the slots per expert and source rank, the same on every rank, or None if nothing is
-    dropped.
+    """Return the number of slots per expert and source rank, which is the same on every rank, or
+    None if nothing is dropped.
 
     T is the largest number of real tokens on any rank. On a CPU, one all-reduce of two integers
-    finds T and, if f <= 0, the largest load. On a GPU the host does not wait for the device.
+    determines T and, if f <= 0, the largest load. On a GPU the host does not wait for the device.
     Therefore T is the largest number of tokens including padding, on which the hosts can agree
-    without the device. `limit_on_device` then drops choices by the number of real tokens.
+    without waiting for the device. `limit_on_device` then drops choices according to the number of
+    real tokens.
 
-    With f <= 0 there are two cases on a GPU. In a group of ranks the load decides, and the host
-    waits for it. A single rank uses a number of slots that fits any load: T for f = 0, and the
-    slots that -f allows for f < 0.
+    For f <= 0 there are two cases on a GPU. In a group of ranks the number depends on the load, and
+    the host waits for it. A single rank uses a number of slots that is sufficient for any load: T
+    for f = 0, and the number of slots that -f allows for f < 0.
 
-    With `equal_tokens` padding counts as tokens, and f > 0 needs no communication; see
+    With `equal_tokens`, padding is counted as tokens, and f > 0 requires no communication; see
     `check_promise`.
 
     Args:
         config: settings `dispatch`.
-        routing: routing of this rank.
-        experts: number of experts E.
-        comm: ranks that have different loads.
-        training: whether the layer is in training mode. Otherwise the evaluation settings apply.
+        routing: choices and weights of this rank's tokens.
+        experts: number of experts, E.
+        comm: group of ranks that have different loads.
+        training: whether the layer is in training mode. If it is False, the evaluation settings
+            apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -204,17 +211,18 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
 def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
                     training: bool, load_known: bool) -> Tensor | None:
-    """Return the capacity by real tokens as an int64 scalar on the device, or None.
+    """Return the capacity computed from the number of real tokens, as an int64 scalar tensor on the
+    device, or None.
 
-    None means that the value returned by `capacity` is already exact.
+    If it is None, the value returned by `capacity` is already exact.
 
     Args:
         config: settings `dispatch`.
-        routing: routing of this rank.
-        experts: number of experts E.
-        comm: ranks that have different loads.
+        routing: choices and weights of this rank's tokens.
+        experts: number of experts, E.
+        comm: group of ranks that have different loads.
         training: whether the layer is in training mode.
-        load_known: whether `capacity` communicated the loads where f <= 0.
+        load_known: whether `capacity` has communicated the loads for f <= 0.
     """
     rule = _Rule.of(config, training)
     if _on_host(routing) or (rule.factor is None and not rule.fraction):
@@ -228,7 +236,8 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 
 
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
-    """Return whether the slots follow a load that the host of a single rank would have to wait for.
+    """Return true if the number of slots depends on a load for which the host of a single rank
+    would have to wait.
     """
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
             and (exporting() or not torch.compiler.is_compiling()))
@@ -246,13 +255,14 @@ class _EqualTokens:
 
 
 def check_promise(ids_TK: Tensor, comm: Comm) -> None:
-    """Check the promise `dispatch.equal_tokens`.
+    """Check the setting `dispatch.equal_tokens`, which promises that all ranks have equal numbers
+    of tokens.
 
-    The check is collective if T differs from the last call.
+    The check is collective if T differs from its value in the last call.
 
     Raises:
-        ValueError: ranks have different numbers of tokens. If T changed on some ranks only, these
-            ranks wait for the others until the group's timeout raises a `CommError`.
+        ValueError: If ranks have different numbers of tokens. If T changed on only some ranks,
+            these ranks wait for the others until the group's timeout raises a `CommError`.
     """
     tokens = ids_TK.shape[0]
     if comm.size == 1:
@@ -272,12 +282,12 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
 
 @torch.library.custom_op("moe_plugin::with_equal_tokens", mutates_args=())
 def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
-    """Return a copy of ids_TK [T, K] after `check_promise`.
+    """Call `check_promise`, and return a copy of `ids_TK` [T, K].
 
-    The check is an operation, so that a compiler keeps it in its graph.
+    The check is a torch operation, so a compiler keeps it in its graph.
 
     Args:
-        comm: key of the group.
+        comm: key that identifies the communication group.
     """
     check_promise(ids_TK, owner_of(comm))
     return ids_TK.clone()
@@ -297,11 +307,11 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Return the slot of each choice inside its expert, int64 [T, K], or -1 for no expert.
+    """Return the slot of each choice within its expert, int64 [T, K], or -1 for no expert.
 
-    The first choices of all tokens come before all second choices, and so on. Within one choice,
-    tokens come in sequence order. If `prioritized`, tokens come by decreasing `priority_T` (a
-    stable sort).
+    The first choices of all tokens precede all second choices, and so on. Among the j-th choices of
+    all tokens, tokens are in sequence order. If `prioritized` is true, tokens are ordered by
+    decreasing `priority_T` (a stable sort).
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
@@ -313,16 +323,17 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
          normalize_after: bool, added: float = 0.0, least: float | None = None) -> Routing:
-    """Remove the choices with a slot beyond the capacity.
+    """Remove the choices whose slot is beyond the capacity.
 
     Args:
         routing: the routing before dropping.
-        slots_TK: int64 [T, K], see `slots`. Not read if there is no limit.
-        limit: slots per expert and source rank, as an integer or an int64 scalar. None for no
+        slots_TK: int64 [T, K], the slots of the choices; see `slots`. It is not read if there is no
             limit.
-        normalize_after: if True and top_k > 1, divide the remaining weights by max(sum + added,
-            least).
-        added: number that is added to the sum of the weights.
+        limit: number of slots per expert and source rank, as an integer or an int64 scalar tensor.
+            If it is None, there is no limit.
+        normalize_after: whether the remaining weights are divided by `max(sum + added, least)` if
+            `top_k` > 1.
+        added: number that is added to the sum of the weights before the division.
         least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
             default, a token is lost if its router is almost certain of one expert and this expert
             drops the token.

@@ -1,7 +1,7 @@
 """The interface that a layer and its host expect of every router (`RouterModule`).
 
-This module also contains the base classes for modules that act once per optimizer step, and the
-mark for parameters that a host must not initialise again.
+This module also contains the base classes for modules that are updated once per optimizer step, and
+the mark for parameters that a host must not initialize again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def keep_init(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def keeps_init(parameter: Tensor) -> bool:
-    """Return whether `keep_init` marked this parameter."""
+    """Return true if `keep_init` has marked this parameter."""
     return getattr(parameter, "own_init", False)
 
 
@@ -37,25 +37,26 @@ T = TypeVar("T")
 
 
 class HasFinishStep:
-    """Base class of modules that do something once per optimizer step."""
+    """Base class of modules that are updated once per optimizer step."""
 
     def finish_step(self) -> None:
-        """Update the module after an optimizer step. All ranks call this method."""
+        """Update the module after an optimizer step. All ranks must call this method."""
 
     def forget_step(self) -> None:
-        """Discard the counts since the last step without updating anything. Not collective."""
+        """Discard the counts since the last step without an update. Not collective."""
 
 
 class BuffersKeepDtype(nn.Module):
     """Base class of modules whose buffers keep their values and dtypes.
 
-    The buffers stay unchanged when the module is cast (`half()`) or emptied (`to_empty()`). Nothing
-    would fill an emptied buffer again, and in 16 bits a bias that changes by 0.001 per step would
-    no longer change. The buffers follow the module's device. Subclasses must not create buffers on
-    the meta device.
+    The values and dtypes of the buffers stay unchanged when the module is cast (`half()`) or
+    emptied (`to_empty()`). No code would fill an emptied buffer again, and in 16 bits a bias that
+    changes by 0.001 per step would no longer change. The buffers move to a new device together with
+    the module. Subclasses must not create buffers on the meta device.
 
     Attributes:
-        keeps_parameters: if True, parameters with fewer bits than float32 also become float32.
+        keeps_parameters: if True, parameters whose dtype has fewer bits than float32 are also
+            converted to float32.
     """
 
     keeps_parameters: bool = False
@@ -86,29 +87,31 @@ def float32_state(module: nn.Module) -> list[str]:
 
 
 class RouterModule(HasFinishStep, nn.Module):
-    """Base class of all routers: what a router declares and what it does once per step.
+    """Base class of all routers, which defines what a router declares and what it does once per
+    step.
 
-    Derive from this class for a router that shares nothing with the provided routers. Most routers
-    derive from `moe_plugin.routing.Router`. A layer also accepts a plain `nn.Module` with the same
-    `forward`, and treats this module as a router that needs no token information.
+    Derive a router from this class directly if it shares nothing with the provided routers. Most
+    routers derive from `moe_plugin.routing.Router`. A layer also accepts a plain `nn.Module` with
+    the same `forward`, and treats such a module as a router that needs no token information.
 
     Attributes:
-        needs: the fields of `TokenInfo` that the router reads: "token_ids", "sequences". Hosts pass
-            only the fields that a router needs.
-        own_losses: losses that this router can compute and some other routers cannot.
+        needs: names of the fields of `TokenInfo` that the router reads: "token_ids", "sequences".
+            Hosts pass only the fields that the router needs.
+        own_losses: names of losses that this router can compute and that some other routers cannot
+            compute.
         reads: the optional settings under `router` that this router reads, by name or as
-            `name=value`. Each class declares its full list. None means that the router may read any
-            setting.
-        fixed_k: number of experts per token if the number cannot be configured. None means that
-            `router.top_k` applies, which a call may override.
-        any_number: True if a token may have up to E experts, whatever k is.
-        reads_top_k: whether `router.top_k` changes the router's behaviour. False for every class
-            with `fixed_k`.
+            `name=value`. Each class must declare its complete list. If it is None, the router may
+            read any setting.
+        fixed_k: number of experts per token if the number cannot be configured. If it is None,
+            `router.top_k` applies, which can be overridden in a call.
+        any_number: True if a token may have up to E experts, regardless of k.
+        reads_top_k: whether `router.top_k` changes the router's behavior. It is False for every
+            class that sets `fixed_k`.
         balances: whether the router distributes tokens evenly over the experts without a balance
             loss.
-        host: the facts that the host framework provides about the layer.
-        all_ranks: all data-parallel ranks. Set by `gradients.sync` in models without a host. None
-            until then.
+        host: information that the host framework provides about the layer.
+        all_ranks: group of all data-parallel ranks. In models without a host, `gradients.sync` sets
+            this attribute. None until then.
     """
 
     needs: frozenset[str] = frozenset()
@@ -134,27 +137,29 @@ class RouterModule(HasFinishStep, nn.Module):
         """Route tokens to experts.
 
         Args:
-            x_TD: tokens [T, D], any float dtype.
-            mask_T: bool [T], True for real tokens. Optional. By default all tokens are real.
-            top_k: experts per token for this call. Defaults to the configured number.
-            info: further facts about the tokens, see `needs`.
+            x_TD: tokens [T, D] of any floating-point dtype.
+            mask_T: bool [T], True for tokens that are not padding. Optional. By default all tokens
+                are real.
+            top_k: number of experts per token for this call. Defaults to the configured number.
+            info: further information about the tokens; see `needs`.
         """
         raise NotImplementedError
 
     def replayed(self, choose: Callable[[], T], what: str = "choice",
                  shape: tuple[int, ...] | None = None) -> T:
-        """Return `choose()`, or during a recomputation the value from the first pass.
+        """Return `choose()`. During a recomputation, return the value from the first pass.
 
         See `moe_plugin.routing.replay.replayed`.
         """
         return replayed(self, choose, self.training, what=what, shape=shape)
 
     def step_sums(self) -> list[Tensor]:
-        """Return the sums over the tokens of this rank by which `finish_step` updates the router.
+        """Return the sums over the tokens of this rank with which `finish_step` updates the router.
 
-        The sums cover the tokens routed since the last step. If the sums of further replicas are
-        combined into these tensors (integers added, floats averaged), the routers of all replicas
-        stay equal. An empty list means that no such sum updates the router.
+        The sums include all tokens routed since the last step. If the sums of further replicas are
+        combined into these tensors (integers are added, floating-point numbers are averaged), the
+        routers of all replicas stay equal. If the list is empty, the router is not updated by such
+        sums.
         """
         return []
 
@@ -164,20 +169,21 @@ class RouterModule(HasFinishStep, nn.Module):
 
 
 class TopKSchedule(HasFinishStep, BuffersKeepDtype):
-    """Experts per token as a function of the optimizer step (`router.top_k_at`).
+    """Number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
-    The schedule is saved with the weights. A host that knows its step number passes the number to
-    `begin_step`; otherwise `finish_step` counts the steps. The current value is a Python integer,
+    The schedule is saved with the weights. A host that knows the index of the step passes it to
+    `begin_step`. Otherwise `finish_step` counts the steps. The current value is a Python integer,
     so a call reads nothing from the device, and a compiled layer is compiled once per number of
     experts.
 
     Args:
-        first: experts per token before the first change.
-        changes: maps a step (from 1), or a fraction of the run (below 1), to the experts per token
-            from then on.
-        device: device of the saved numbers.
+        first: number of experts per token before the first change.
+        changes: mapping from a step (counted from 1), or a fraction of the run (below 1), to the
+            number of experts per token from that step on.
+        device: device of the buffers that are saved with the weights.
     Attributes:
-        k: experts per token in the current step. Outside training, the number for the next step.
+        k: number of experts per token in the current step. Outside training, it is the number for
+            the next step.
         steps: number of completed steps.
         total: number of steps of the whole run. None if unknown.
     """
@@ -191,11 +197,11 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         self.register_buffer("now", torch.tensor([0, first], device=device))
 
     def begin_step(self, number: int, total: int | None) -> None:
-        """Set the number of the step that begins.
+        """Set the index of the step that begins.
 
         Args:
-            number: number of the step, from 1.
-            total: number of steps of the run. None if unknown.
+            number: index of the step, counted from 1.
+            total: total number of steps of the run. None if unknown.
         """
         self.total = self.total if total is None else total
         self._go_to(number - 1)
@@ -204,7 +210,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: the schedule uses fractions of the run, but the number of steps is unknown.
+            ValueError: If the schedule uses fractions of the run, but the total number of steps is
+                unknown.
         """
         self._go_to(self.steps + 1)
 
@@ -232,7 +239,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
 
 
 def begin_step(model: nn.Module, number: int, total: int | None) -> None:
-    """Pass the number of the current step to all schedules of a model (`TopKSchedule.begin_step`).
+    """Pass the index of the current step to all schedules of a model (`TopKSchedule.begin_step`).
     """
     for module in model.modules():
         if isinstance(module, TopKSchedule):
@@ -240,12 +247,14 @@ def begin_step(model: nn.Module, number: int, total: int | None) -> None:
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:
-    """Return `RouterModule.needs`, or an empty set for a module of another class."""
+    """Return the attribute `RouterModule.needs`, or an empty set for a module of a different
+    class.
+    """
     return router.needs if isinstance(router, RouterModule) else frozenset()
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Return whether a router works without a balance loss.
+    """Return true if a router works without a balance loss.
 
     The result is True for modules that do not derive from `RouterModule`, because nothing is known
     about them.
@@ -257,13 +266,14 @@ def finish_step(model: nn.Module) -> None:
     """Call `finish_step` of all routers and layers of a model.
 
     This call updates biases and temperatures, resets the counts, and places replicas of experts
-    again. It is collective if the state depends on all ranks (sigmoid_bias, measured speeds). Every
-    rank must call this function once after each optimizer step, not once per micro-batch. The host
-    integrations do so. A custom training loop must do so if it uses sigmoid_bias, dense_to_sparse,
-    global_batch, `router.selection` or `parallel.spill: standing`.
+    again. The function is collective if the state depends on all ranks (sigmoid_bias, measured
+    speeds). Every rank must call this function once after each optimizer step, not once per
+    micro-batch. The host integrations already call this function. A custom training loop must call
+    this function if it uses sigmoid_bias, dense_to_sparse, global_batch, `router.selection` or
+    `parallel.spill: standing`.
 
     Raises:
-        ValueError: the model contains no MoE layer and no router.
+        ValueError: If the model contains neither an MoE layer nor a router.
     """
     if not finish_step_of_any(model):
         raise ValueError(f"finish_step found no MoE layer in {type(model).__name__}. Pass the "
@@ -273,7 +283,7 @@ def finish_step(model: nn.Module) -> None:
 def finish_step_of_any(model: nn.Module) -> bool:
     """Call `finish_step` for a part of a model that may have no MoE layer.
 
-    Returns: whether the model has a layer or router with such a method.
+    Returns: True if the model has a layer or router with such a method.
     """
     modules = [module for module in model.modules() if isinstance(module, HasFinishStep)]
     for module in modules:
@@ -285,7 +295,7 @@ def forget_step(model: nn.Module) -> None:
     """Call `forget_step` of all routers of a model.
 
     Use this function in place of `finish_step` after passes that do not lead to an optimizer step.
-    Nothing is updated, and the counts are reset. Not collective.
+    This function updates nothing and resets the counts. Not collective.
     """
     for module in model.modules():
         if isinstance(module, HasFinishStep):
@@ -293,24 +303,24 @@ def forget_step(model: nn.Module) -> None:
 
 
 class RouterSteps(RunFeature):
-    """The run feature that ends each step of a run's routers.
+    """A run feature that updates the routers at the end of each step.
 
-    After a step that changed parameters it calls `finish_step`. After any other step it calls
-    `forget_step`, because the routers' counts would otherwise be included in the next step. The
-    schedules of the routers follow the step number of the run.
+    After a step that changed parameters, this feature calls `finish_step`. After any other step it
+    calls `forget_step`, because the routers' counts would otherwise be included in the next step.
+    The schedules of the routers are updated to the step index of the run.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.models = list(models)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Pass the step number to the schedules before the step."""
+        """Pass the step index to the schedules before the step."""
         for model in self.models:
             begin_step(model, step.number, step.total)
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Update the routers, unless the step changed no parameter."""
+        """Update the routers, unless the step changed no parameters."""
         ends = finish_step_of_any if facts.made and not facts.skipped else forget_step
         for model in self.models:
             ends(model)

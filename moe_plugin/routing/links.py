@@ -1,7 +1,8 @@
-"""Costs of links, and how many tokens should use each link (TA-MoE, Chen et al., 2022).
+"""Costs of links, and the number of tokens that should be sent over each link (TA-MoE, Chen et al.,
+2022).
 
-`planner.link_shares` computes the shares of ranks. This module turns the shares of ranks into
-shares and penalties of experts.
+`planner.link_shares` computes the fractions of tokens for ranks. This module converts the fractions
+of tokens for ranks to fractions and penalties for experts.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 
 def target_shares(beta_WW: Tensor) -> Tensor:
-    """Return the share c_ij of rank i's tokens that rank j should get, float64 [W, W].
+    """Return the fraction `c_ij` of rank i's tokens that should be sent to rank j, float64 [W, W].
 
-    Rows and columns sum to 1. If the columns of (1 / beta_ij) / sum_j (1 / beta_ij) have equal
-    sums, this matrix is the optimum of TA-MoE's linear program and is returned. Otherwise the
-    slowest link takes at most 1 % longer than at the optimum, see `planner.link_shares`.
+    Each row and each column sums to 1. If the columns of `(1 / beta_ij) / sum_j (1 / beta_ij)` have
+    equal sums, this matrix is the optimum of TA-MoE's linear program and is returned. Otherwise the
+    time of the slowest link is at most 1 % longer than at the optimum; see `planner.link_shares`.
 
     Args:
-        beta_WW: cost per byte from rank i to rank j, float.
+        beta_WW: cost per byte of sending from rank i to rank j, as a float tensor [W, W].
     Raises:
-        ValueError: the costs are not positive, or not a square matrix.
+        ValueError: If the costs are not positive, or are not a square matrix.
     """
     if beta_WW.dim() != 2:
         raise ValueError(f"The link costs have shape {tuple(beta_WW.shape)}, but must be a square "
@@ -39,15 +40,15 @@ def target_shares(beta_WW: Tensor) -> Tensor:
 
 
 def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:
-    """Return the share c_e of a rank's choices that should go to each expert, float64 [E]; sums to
-    1.
+    """Return the fraction `c_e` of a rank's choices that should be made for each expert, float64
+    [E]. The fractions sum to 1.
 
     Args:
         beta_WW: see `target_shares`.
-        rank: the rank that makes the choices.
-        experts: number of experts E.
-        shards: number of ranks that share one expert; their shares are added. Defaults to W / E, at
-            least 1.
+        rank: index of the rank that makes the choices.
+        experts: number of experts, E.
+        shards: number of ranks that share one expert. The fractions of these ranks are added.
+            Defaults to W / E, but at least 1.
     """
     row_W = target_shares(beta_WW)[rank]
     run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)
@@ -56,29 +57,33 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Return the penalties q = blend * (1 / c) / mean(1 / c) + 1 - blend of shares c, [E], with
-    mean 1.
+    """Return the penalties `q = blend * (1 / c) / mean(1 / c) + 1 - blend` for the fractions c,
+    [E]. Their mean is 1.
     """
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return `expert_shares` of this rank for the settings `router.links`, float64 [E]."""
+    """Return the result of `expert_shares` on this rank for the settings `router.links`, float64
+    [E].
+    """
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return `penalties` of this rank for the settings `router.links`, float32 [E]."""
+    """Return the result of `penalties` on this rank for the settings `router.links`, float32
+    [E].
+    """
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
 
 def calibrated_costs(path: str) -> tuple[float, float]:
-    """Return the seconds per byte within a node and between nodes, read from a cluster file.
+    """Read the time in seconds per byte within a node and between nodes from a cluster file.
 
     Raises:
-        ValueError: one of the two values is missing in the file.
+        ValueError: If one of the two values is missing in the file.
     """
     cluster = load_cluster(path)
     ranks = cluster.ranks_per_node
@@ -93,15 +98,15 @@ def calibrated_costs(path: str) -> tuple[float, float]:
 
 
 def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return the cost per byte from rank i to rank j, float64 [W, W].
+    """Return the cost per byte of sending from rank i to rank j, float64 [W, W].
 
-    The costs are read from the file `router.links.costs`. Without this file, the cluster file
+    The costs are read from the file `router.links.costs`. If this file is not set, the cluster file
     (`comm.cluster`) provides one cost within a node and one between nodes, where the ranks of a
-    node share its network cards. Without both files the costs are 1 within a node and
-    `router.links.far` between nodes.
+    node share the network cards of the node. If neither file is set, the costs are 1 within a node
+    and `router.links.far` between nodes.
 
     Raises:
-        ValueError: the file cannot be read, or has costs for another number of ranks.
+        ValueError: If the file cannot be read, or if it has costs for a different number of ranks.
     """
     links = config.router.links
     if links.costs is None:
@@ -126,11 +131,11 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
 
 
 def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return whether each expert is on this rank's node with all its shards, bool [E].
+    """Return bool [E], true for each expert whose shards are all on this rank's node.
 
     Args:
-        comm: the ranks that store the experts.
-        experts: number of experts E.
+        comm: group of the ranks that store the experts.
+        experts: number of experts, E.
         shards: see `expert_shares`.
     """
     near_W = torch.tensor([comm.topology.same_node(comm.rank, rank) for rank in range(comm.size)])
@@ -139,11 +144,11 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return whether each node stores an expert or a shard of it, bool [E, N].
+    """Return bool [E, N], true if the node stores the expert or a shard of it.
 
     Args:
-        comm: the ranks that store the experts.
-        experts: number of experts E.
+        comm: group of the ranks that store the experts.
+        experts: number of experts, E.
         shards: see `expert_shares`.
     """
     node_W = torch.tensor(comm.topology.node_of)
@@ -153,19 +158,19 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose k experts per token one after the other, preferring nodes that the token visits
+    """Choose k experts per token one after another, and prefer nodes to which the token is sent
     anyway.
 
-    The nodes visited so far are the token's own node and the nodes of its earlier choices. An
-    expert gets `bias` added to its score if all its nodes are among these nodes.
+    The nodes already used are the token's own node and the nodes of its earlier choices. An expert
+    is preferred, by adding `bias` to its score, if all nodes that store it are among these nodes.
 
     Args:
         scores_TE: scores, float.
-        k: experts per token.
+        k: number of experts per token.
         nodes_EN: see `expert_nodes`.
-        own: the node of the tokens.
-        bias: bonus in units of a score. With 0 the k largest scores are chosen, ties going to the
-            lower index.
+        own: index of the node on which the tokens are.
+        bias: bonus that is added to a score, in the unit of the scores. If the bias is 0, the k
+            largest scores are chosen, and ties go to the lower index.
 
     Returns: int64 [T, K], the chosen experts.
     """

@@ -1,13 +1,14 @@
-"""Balance losses by name. Each loss is a function of `RoutingCall` and returns a float32 scalar
-without its weight.
+"""Balance losses, which are registered by name. Each loss is a function of a `RoutingCall` and
+returns a float32 scalar that is not yet multiplied by its weight.
 
 If several ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
-part of the group's loss, and the parts sum to the loss. Loads and counts then include the whole
-group, and the importance includes this rank only.
+part of the group's loss, and the parts sum to the loss. In this case loads and counts include the
+whole group, and the importance includes only this rank.
 
-Notation: S real tokens of this rank, E experts, k choices per token, p(s, e) the scores after
-softmax (including noise if noise is on), n_e tokens with e as first choice, N_e tokens with e among
-their k choices. Without real tokens every loss is 0.
+Notation: S is the number of real tokens of this rank, E the number of experts, k the number of
+choices per token, p(s, e) the scores after softmax (including noise if noise is used), n_e the
+number of tokens whose first choice is e, and N_e the number of tokens with e among their k choices.
+If there are no real tokens, every loss is 0.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ losses: Registry[LossFn] = Registry("loss")
 
 @losses.register("gshard")
 def gshard(x: RoutingCall) -> Tensor:
-    """Balance of first choices, as in GShard: sum_e (sum_s p(s,e)) * (n_e * E / S) / S.
+    """Balance of first choices, as in GShard: `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
 
-    Only the first choice counts. A uniform router with evenly spread first choices gives exactly 1,
-    the minimum over routers with scores that follow their load. Source: GShard (Lepikhin et al.,
-    2020), algorithm 1; as in Tutel and fairseq.
+    Only the first choice of each token counts. A uniform router with evenly distributed first
+    choices gives exactly 1, which is the minimum over all routers whose scores are proportional to
+    their load. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in Tutel and
+    fairseq.
     """
     experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
@@ -38,11 +40,11 @@ def gshard(x: RoutingCall) -> Tensor:
 
 @losses.register("switch")
 def switch(x: RoutingCall) -> Tensor:
-    """Balance of all choices, as in Switch: E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e.
+    """Balance of all choices, as in Switch: `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
 
-    With k choices per token the factor is E / (k S^2). The loss equals `gshard` for k = 1, and a
+    With k choices per token the factor is `E / (k S^2)`. The loss equals `gshard` for k = 1, and a
     uniform router gives exactly 1. Source: Switch Transformer (Fedus et al., 2021), equation 4,
-    with N_e over all choices as in Megatron-core's `aux_loss`.
+    where N_e includes all choices as in Megatron-core's `aux_loss`.
     """
     return _switch(x, x.load_E())
 
@@ -57,12 +59,13 @@ def _switch(x: RoutingCall, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> 
 
 @losses.register("sequence")
 def sequence(x: RoutingCall) -> Tensor:
-    """Mean of the `switch` loss over sequences q: mean_q E / (S_q N_q) sum_e P_qe N_qe.
+    """Mean of the `switch` loss over sequences q: `mean_q E / (S_q N_q) sum_e P_qe N_qe`.
 
-    P_qe and N_qe are the sums of scores and the choices of sequence q per expert, S_q is the number
-    of its real tokens, and N_q = sum_e N_qe. All sequences have the same weight. A uniform router
-    gives 1. The loss does not depend on how whole sequences are split into micro-batches with equal
-    numbers of sequences. Source: DeepSeek-V2 (2024), section 2.2.3.
+    For sequence q, P_qe is the sum of the scores of expert e, N_qe the number of choices of expert
+    e, S_q the number of real tokens, and N_q = sum_e N_qe. All sequences have equal weight. A
+    uniform router gives 1. The loss does not depend on how sequences are distributed over
+    micro-batches, if each micro-batch has the same number of whole sequences. Source: DeepSeek-V2
+    (2024), section 2.2.3.
     """
     assert x.info.sequence_T is not None
     sequence_T = x.info.sequence_T.long()
@@ -85,15 +88,15 @@ def sequence(x: RoutingCall) -> Tensor:
 
 @losses.register("global_batch")
 def global_batch(x: RoutingCall) -> Tensor:
-    """Loss `switch` with the load of the whole batch: E / (S N) * sum_e (sum_s p(s,e)) * N_e.
+    """The loss `switch` with the load of the whole batch: `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
 
-    The scores p and their number S belong to this call. N_e counts the choices of all data-parallel
-    ranks and of all micro-batches since the last optimizer step (`moe_plugin.routing.finish_step`),
-    and N = sum_e N_e. A uniform router gives 1. The sum over ranks does not depend on how the batch
-    is split over ranks. Each micro-batch of a step uses the load up to and including this
-    micro-batch, so only the last one uses the load of the whole batch. Source: Qiu et al., 2025
-    ("Demons in the Detail", global-batch load balancing loss), equation 6, and its buffer for
-    gradient accumulation.
+    The scores p, and the number S of tokens, are those of this call. N_e is the number of choices
+    of expert e by all data-parallel ranks in all micro-batches since the last optimizer step
+    (`moe_plugin.routing.finish_step`), and N = sum_e N_e. A uniform router gives 1. The sum over
+    ranks does not depend on how the batch is split over ranks. Each micro-batch of a step uses the
+    load up to and including this micro-batch, so only the last one uses the load of the whole
+    batch. Source: Qiu et al., 2025 ("Demons in the Detail", global-batch load balancing loss),
+    equation 6, including the buffer for gradient accumulation.
     """
     assert x.step_load_E is not None
     return _switch(x, x.step_load_E[:-1].to(x.logits_TE.dtype))
@@ -101,11 +104,12 @@ def global_batch(x: RoutingCall) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: RoutingCall) -> Tensor:
-    """Loss `switch` with link penalties: E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e on rank i.
+    """The loss `switch` with link penalties: `E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e` on rank i.
 
-    The penalties are q_ie = blend * Norm(1 / c_ie) + (1 - blend), where c_ie is the topology-aware
-    share of expert e (`links.target_shares`), and Norm scales the mean to 1. Experts behind slow
-    links cost more. With equal links or blend = 0 the loss equals `switch`. A uniform router gives
+    The penalties are `q_ie = blend * Norm(1 / c_ie) + (1 - blend)`, where c_ie is the
+    topology-aware fraction of tokens for expert e (`links.target_shares`), and Norm scales the mean
+    to 1. The loss is larger for experts that are reached through slow links. If all links are equal
+    or blend = 0, the loss equals `switch`. A uniform router gives
     1. Source: TA-MoE (Chen et al., 2022), section 4.2.
     """
     return _switch(x, x.load_E(),
@@ -114,10 +118,11 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 @losses.register("sam_alignment")
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """Group alignment: mean_s sum_{e outside the group} max(0, p(s,e) - p(s, k-th choice)).
+    """Group alignment: `mean_s sum_{e outside the group} max(0, p(s,e) - p(s, k-th choice))`.
 
-    The loss is 0 exactly if the k-th choice is at least as likely as every expert outside the
-    group. For routers without groups it is always 0. Source: HetuMoE (Nie et al., 2022), gate SAM.
+    The loss is 0 if and only if the k-th choice is at least as likely as every expert outside the
+    group. For routers without groups the loss is always 0. Source: the SAM gate of HetuMoE (Nie et
+    al., 2022).
     """
     # The product with 0 keeps the loss in the graph, as for every other router.
     if x.outside_TE is None:
@@ -129,14 +134,15 @@ def sam_alignment(x: RoutingCall) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: RoutingCall) -> Tensor:
-    """(CV^2(importance) + CV^2(load)) / 2, with a load that is smooth in the scores.
+    """The value `(CV^2(importance) + CV^2(load)) / 2`, with a load that is a smooth function of the
+    scores.
 
-    importance_e = sum_s p(s,e), and load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E)). Here q is
-    the score without noise, thr_s the k-th largest noisy score of token s, and Phi the standard
-    normal distribution function. CV^2 is the unbiased variance divided by the squared mean. A
-    router that is uniform in both importance and load gives 0. Source: Shazeer et al., 2017,
-    appendix A, with scores in place of logits. Tutel's loss of the same name computes a different
-    value, see `tutel_load_importance`.
+    The definitions are `importance_e = sum_s p(s,e)` and `load_e = sum_s Phi((q(s,e) - thr_s) /
+    (noise / E))`. Here q is the score without noise, thr_s is the k-th largest noisy score of token
+    s, and Phi is the standard normal distribution function. CV^2 is the unbiased variance divided
+    by the square of the mean. A router whose importance and load are both uniform gives 0. Source:
+    Shazeer et al., 2017, appendix A, where scores are used in place of logits. Tutel's loss of the
+    same name computes a different value; see `tutel_load_importance`.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -147,12 +153,13 @@ def load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("tutel_load_importance")
 def tutel_load_importance(x: RoutingCall) -> Tensor:
-    """Tutel's `load_importance_loss`, for models that were trained with it.
+    """The `load_importance_loss` of Tutel, for models that were trained with it.
 
-    This loss differs from `load_importance` in two points. It uses importance_e = sum_s q(s,e), the
-    scores without noise. In addition, thr_s is the noisy logit of the k-th choice of token s, not
-    its score: a score, which is at most 1, is compared with a logit, so that tokens with large
-    logits count as load of no expert. Source: Tutel, `impls/losses.py` and `impls/moe_layer.py`.
+    This loss differs from `load_importance` in two respects. First, `importance_e = sum_s q(s,e)`
+    uses the scores without noise. In addition, thr_s is the noisy logit of the k-th choice of token
+    s instead of its score. As a result, a score, which is at most 1, is compared with a logit, and
+    tokens with large logits are not counted in the load of any expert. Source: Tutel,
+    `impls/losses.py` and `impls/moe_layer.py`.
     """
     threshold_T1 = x.logits_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -162,7 +169,8 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("importance")
 def importance(x: RoutingCall) -> Tensor:
-    """CV^2(sum_s p(s, e)) over experts: the unbiased variance divided by the squared mean.
+    """The value `CV^2(sum_s p(s, e))` over experts, which is the unbiased variance divided by the
+    square of the mean.
 
     A uniform router gives 0. Source: Shazeer et al., 2017, equation 6.
     """
@@ -171,12 +179,13 @@ def importance(x: RoutingCall) -> Tensor:
 
 @losses.register("noisy_load")
 def noisy_load(x: RoutingCall) -> Tensor:
-    """CV^2(sum_s P(s, e)) with P(s, e) = Phi(margin(s, e)), in training with router noisy_topk.
+    """The value `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for training with the
+    router noisy_topk.
 
-    P is the probability that e is among the k choices of s if only the noise of e is drawn again.
-    margin(s, e) = (clean logit - k-th largest noisy logit of the other experts) / standard
-    deviation of the noise. A uniform router gives 0. Source: Shazeer et al., 2017, equations 8 to
-    11.
+    P is the probability that e is among the k choices of token s if only the noise of e is drawn
+    again. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
+    experts) / standard deviation of the noise`. A uniform router gives 0. Source: Shazeer et al.,
+    2017, equations 8 to 11.
     """
     margin_TE = x.margin_TE
     assert margin_TE is not None

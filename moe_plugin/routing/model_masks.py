@@ -1,8 +1,8 @@
 """Token masks for MoE blocks inside a model of another library.
 
-The masks that the model already receives tell which tokens are padding, so that callers need not
-pass a token mask. `follow_masks` registers hooks on the modules that receive a mask. During a
-module's forward pass, the MoE blocks inside it use the mask of this module. A module without a mask
+The masks that the model already receives state which tokens are padding, so callers need not pass a
+token mask. `follow_masks` registers hooks on the modules that receive a mask. During a module's
+forward pass, the MoE blocks inside it use the mask of this module. A module that receives no mask
 uses the mask of the module around it.
 """
 
@@ -34,7 +34,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transfor
 
 
 class TokenMasks:
-    """The masks of the running pass, shared by all MoE blocks of one model."""
+    """The masks of the current pass, which are shared by all MoE blocks of one model."""
 
     def __init__(self) -> None:
         self._open: list[tuple[object, Tensor | None]] = []  # owner and mask of each running pass
@@ -43,8 +43,8 @@ class TokenMasks:
         self._warned = False
 
     def begin(self, owner: object, real: Tensor | None) -> None:
-        """Begin a module's pass with the mask `real`, or with the mask of the module around it if
-        None.
+        """Begin the pass of a module with the mask `real`. If it is None, the mask of the module
+        around it is used.
         """
         if self._open:
             real = self._open[-1][1] if real is None else real
@@ -55,7 +55,7 @@ class TokenMasks:
         self._open.append((owner, real))
 
     def end(self, owner: object) -> None:
-        """End a module's pass, and all passes inside it that an error left open."""
+        """End the pass of a module, and all passes inside it that were left open by an error."""
         # A module that raised an error may not have ended its pass.
         while any(opened_by is owner for opened_by, _ in self._open):
             if self._open.pop()[0] is owner:
@@ -63,12 +63,12 @@ class TokenMasks:
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running."""
+        """True if a pass is running."""
         return bool(self._open)
 
     @property
     def real(self) -> Tensor | None:
-        """The mask of the pass that runs or is being recomputed."""
+        """The mask of the pass that is running or being recomputed."""
         if self._open:
             return self._open[-1][1]
         if torch.compiler.is_compiling() or not inside_backward():
@@ -92,8 +92,8 @@ class TokenMasks:
             self.end(owner)
 
     def of(self, x: Tensor) -> Tensor | None:
-        """Return the mask bool [...] of tokens x [..., D], or None if all tokens are assumed to be
-        real.
+        """Return the mask, bool [...], of tokens x [..., D], or None if all tokens are assumed to
+        be real.
         """
         real = self.real
         if real is None:
@@ -129,7 +129,7 @@ def _warn(why: str) -> None:
 
 
 class _Checkpoint:
-    """A checkpointing function that gives the second run the mask of the first run."""
+    """A checkpointing function that uses the mask of the first run also in the second run."""
 
     def __init__(self, masks: TokenMasks, function: Callable[..., Any]) -> None:
         self.masks, self.function = masks, function
@@ -147,8 +147,9 @@ class _Hook:
 
     Attributes:
         name: name of the mask argument.
-        places: maps the names of arguments to their positions.
-        layer: True if the module's caller also has the mask, in the form in which users pass it.
+        places: mapping from the names of arguments to their positions.
+        layer: True if the caller of the module also has the mask, in the form in which users pass
+            it.
         checkpoints: modules inside this module that checkpoint activations.
     """
 
@@ -170,7 +171,7 @@ class _Hook:
         self.masks.begin(self, real)
 
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass, also after an error."""
+        """End the pass, even if an error occurred."""
         self.masks.end(self)
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -195,18 +196,19 @@ class _Hook:
 
 
 def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tensor | None:
-    """Return the real tokens of a pass, bool [B, S], derived from an attention mask of
+    """Return which tokens of a pass are real, bool [B, S], derived from an attention mask of
     `transformers`.
 
     Args:
-        value: mask [B, S] (0 for padding; with a cache the mask is longer and its last S columns
-            count), mask [B, 1, S, K] (bool with True for visible positions, or numbers that are
-            added to the scores), or a dictionary of such masks by kind of layer. A token is real if
-            it may attend to its own position.
-        length: sequence length S. Defaults to the length of the mask.
-        fixed_cache: whether K includes unused positions of a cache. Then a token is real if it may
-            attend to any position.
-    Returns: the mask, or None if the attention mask does not describe single tokens.
+        value: attention mask in one of several forms. It is [B, S] with 0 for padding (if there is
+            a cache, the mask is longer and only its last S columns are used), [B, 1, S, K] (either
+            bool with True for visible positions, or numbers that are added to the scores), or a
+            dictionary of such masks by kind of layer. A token is real if it may attend to its own
+            position.
+        length: length S of the sequences. Defaults to the length of the mask.
+        fixed_cache: whether K includes unused positions of a cache. If so, a token is real if it
+            may attend to any position.
+    Returns: The mask, or None if the attention mask contains no information about single tokens.
     """
     if isinstance(value, Mapping):
         masks = (attended(mask, length, fixed_cache) for mask in value.values())
@@ -231,8 +233,8 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
 
 
 def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
-    """Return the real tokens for a padding mask: bool with True for padding, or numbers added to
-    scores.
+    """Return which tokens are real for a padding mask, which is bool with True for padding, or
+    contains numbers that are added to scores.
     """
     if not isinstance(value, Tensor) or value.dim() > 2:
         _warn(f"{type(module).__name__} received a padding mask that is not a tensor [B, S]")
@@ -244,13 +246,13 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook for models without any known mask argument. It logs a warning once."""
+    """A hook for models that have no known mask argument. It logs a warning once."""
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the arguments before a pass of the model."""
+        """Check the arguments before each pass of the model."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         for name, position in self.places.items():
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -261,11 +263,12 @@ class _Unknown:
 
 
 def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
-    """Return an object that follows the masks that modules of a model are called with.
+    """Return an object that records the masks with which modules of a model are called.
 
     A second call for the same model returns the same object.
 
-    inside: the modules that read the masks. Only modules around these modules are followed.
+    inside: the modules that read the masks. Only modules that contain at least one of these modules
+    are followed.
     """
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     known = [hook.masks for hook in hooks if isinstance(hook, _Hook)]
@@ -288,7 +291,7 @@ def _places(module: nn.Module) -> dict[str, int]:
 
 
 def _hooked(module: nn.Module, masks: TokenMasks) -> bool:
-    """Register a hook on a module that receives a mask, and return whether the module has such a
+    """Register a hook on a module that receives a mask, and return true if the module has such a
     hook.
     """
     if any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values()):

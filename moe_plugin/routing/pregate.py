@@ -1,20 +1,22 @@
-"""Pre-gated MoE: each block chooses the experts of the next block.
+"""Pre-gated MoE, in which each block chooses the experts of the next block.
 
-The gate of block n+1, its pre-gate, reads the same input as the experts of block n. The experts
-that run next are therefore known one block early. The pre-gate remains the `router` of block n+1 in
-names and checkpoints, but block n calls it. Fine-tuning can therefore start from a checkpoint of
-ordinary gates: each pre-gate begins as the gate of its block. The first block also has its own
-gate, and the last block calls no pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
+The gate of block n+1, which is called its pre-gate, reads the same input as the experts of block n.
+The experts that run next are therefore known one block in advance. The pre-gate remains the
+`router` of block n+1 in parameter names and checkpoints, but block n calls it. Fine-tuning can
+therefore start from a checkpoint with ordinary gates, because each pre-gate starts with the weights
+of the gate of its block. The first block also has a gate for itself, and the last block calls no
+pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
 
 `link` connects the layers of a model, or of one pipeline stage, where the first block of each stage
-has its own gate. It replaces each layer's routing by a `NextBlockRouting`, and registers hooks on
-the layer. A `RoutingMailbox` between two neighbours passes the decision: block n puts it there, and
-block n+1 removes it in the same forward pass.
+has a gate for itself. The function replaces the routing of each layer with a `NextBlockRouting`,
+and registers hooks on the layer. A `RoutingMailbox` between two neighboring blocks passes the
+decision: block n stores the decision there, and block n+1 removes it in the same forward pass.
 
-Gradients of the gate weights and of the balance losses return on a separate path, not in torch's
-graph. Block n+1 treats the values as leaves, and stores their gradients where the backward pass of
-block n, which always runs later, reads them. As a result, a block can be recomputed separately
-(activation checkpointing), because its decision is recorded with it (`routing.replay`).
+Gradients of the gate weights and of the balance losses are passed back on a separate path, which is
+not part of torch's graph. Block n+1 treats the values as leaves, and stores their gradients where
+the backward pass of block n, which always runs later, reads them. As a result, a block can be
+recomputed separately (activation checkpointing), because its decision is recorded together with the
+block (`routing.replay`).
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRouting:
-    """A decision passed to the next block, and the gradients passed back.
+    """A decision that is passed to the next block, and the gradients that are passed back.
 
     Attributes:
-        routing: the decision, without a graph.
-        gradients: gradients of `_values(routing)`. Set by the backward pass of the block that used
-            the decision, and read by the backward pass of the block that made it. None if there are
-            no gradients.
+        routing: the decision, detached from the graph.
+        gradients: gradients of `_values(routing)`. The gradients are set by the backward pass of
+            the block that used the decision, and read by the backward pass of the block that made
+            it. It is None if there are no gradients.
     """
 
     routing: Routing | None = None
@@ -54,9 +56,9 @@ class PendingRouting:
 class RoutingMailbox:
     """The decision that one block passes to the next block in the current forward pass.
 
-    If a forward pass ends with an exception, the decision that it left here is replaced in the next
-    pass. Calls without tokens use a separate slot: a rank makes such calls to join the calls of
-    other ranks while its own pass is under way.
+    If a forward pass ends with an exception, the decision that it left in the mailbox is replaced
+    in the next pass. Calls without tokens use a separate slot, because a rank makes such calls to
+    join the calls of other ranks while its own pass is in progress.
     """
 
     def __init__(self) -> None:
@@ -67,10 +69,10 @@ class RoutingMailbox:
         self._waiting[tokens > 0] = pending
 
     def take(self, tokens: int) -> PendingRouting:
-        """Remove and return the stored decision.
+        """Remove the stored decision and return it.
 
         Raises:
-            ValueError: no decision is stored, or the decision is for another number of tokens.
+            ValueError: If no decision is stored, or if it is for a different number of tokens.
         """
         pending = self._waiting.pop(tokens > 0, None)
         if pending is None:
@@ -94,9 +96,9 @@ class RoutingMailbox:
 
 @dataclass(frozen=True)
 class _Decided:
-    """The decision of a block for the next block.
+    """The decision that a block makes for the next block.
 
-    values: the values with a gradient, in the block's graph.
+    values: the values that have a gradient, in the graph of the block.
     """
 
     routing: Routing
@@ -105,12 +107,12 @@ class _Decided:
 
 
 class LinkableLayer(nn.Module):
-    """Base class of an MoE layer that may be linked with the blocks before and after it.
+    """Base class of MoE layers that may be linked with the blocks before and after them.
 
     Attributes:
-        config, router, experts, capacity, layouts: parts of `MoELayer`.
-        route: returns the routing of a call.
-        link: the object that replaces `route`. None if the layer is not linked.
+        config, router, experts, capacity, layouts: components of `MoELayer`.
+        route: method that returns the routing of a call.
+        link: the object that replaces the method `route`. It is None if the layer is not linked.
     """
 
     config: Any
@@ -123,24 +125,25 @@ class LinkableLayer(nn.Module):
 
     @property
     def model_dim(self) -> int:
-        """The width D of a token."""
+        """The width D of a token vector."""
         width: int = self.config.model_dim
         return width
 
 
 class NextBlockRouting:
-    """The routing of a linked layer.
+    """The object that routes the calls of a linked layer.
 
-    The decision may come from the block before, and the layer may decide or predict the routing of
-    the next block.
+    The decision may come from the previous block, and the layer may decide or predict the routing
+    of the next block.
 
     Attributes:
-        layer: the layer with the `route` that this object replaces.
-        following: the next block. The `router` of this block is the pre-gate or predicts the
-            routing. None for the last block.
-        inbox: mailbox with decisions of the block before. None if the layer's own gate decides.
-        outbox: mailbox for decisions for the next block. None if this block decides for no other
-            block.
+        layer: the layer whose method `route` is replaced by this object.
+        following: the next block in the model. The `router` of the next block is the pre-gate or
+            predicts the routing. It is None for the last block.
+        inbox: mailbox that contains decisions of the previous block. It is None if the layer's own
+            gate decides.
+        outbox: mailbox that contains decisions for the next block. It is None if this block does
+            not decide for a different block.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -150,7 +153,9 @@ class NextBlockRouting:
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Replace the layer's routing, and register hooks on its output and its experts."""
+        """Replace the routing of the layer, and register hooks on the output and on the experts of
+        the layer.
+        """
         self.layer.link, self.layer.route = self, self.route  # type: ignore[method-assign]
         if self.following is None:
             return
@@ -160,7 +165,7 @@ class NextBlockRouting:
             self._hooks.append(self.layer.experts.register_forward_pre_hook(self._while_computing))
 
     def detach(self) -> None:
-        """Restore the layer's own routing and remove the hooks."""
+        """Restore the original routing of the layer and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self.layer.link = None
@@ -171,8 +176,8 @@ class NextBlockRouting:
         """Return the routing of a call; see `MoELayer.route`.
 
         Raises:
-            ValueError: the decision in the mailbox does not match the call, or `torch.func`
-                transforms it.
+            ValueError: If the decision in the mailbox does not match the call, or if a `torch.func`
+                transform is applied to it.
         """
         if transformed():
             raise not_transformed("linked blocks (router.pre_gate, router.predict)")
@@ -188,7 +193,7 @@ class NextBlockRouting:
         return routing
 
     def _received(self, inbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> Routing:
-        """Return the decision of the block before."""
+        """Return the decision that the previous block made."""
         count = tokens.x_TD.shape[0]
         pending = replayed(self, lambda: inbox.take(count), self.layer.training,
                            what="received decision", values=False)
@@ -204,7 +209,7 @@ class NextBlockRouting:
         return _with_values(routing, values)
 
     def _decide(self, outbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> _Decided:
-        """Choose the experts of the next block and put the decision into its inbox."""
+        """Choose the experts of the next block, and store the decision in that block's inbox."""
         if torch.compiler.is_compiling():
             raise ValueError("router.pre_gate=1 cannot be used with torch.compile. Set "
                              "router.pre_gate=0, run the model without torch.compile, or compile "
@@ -226,7 +231,7 @@ class NextBlockRouting:
         return _Decided(routing, pending, values)
 
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
-        """Return the block's output unchanged, connected to the gradients of the decision."""
+        """Return the block's output unchanged, but connected to the gradients of the decision."""
         decided, self._decided = self._decided, None
         values = () if decided is None else decided.values
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in values):
@@ -235,9 +240,7 @@ class NextBlockRouting:
         return replace(output, output=y)
 
     def _while_computing(self, experts: nn.Module, args: tuple[ExpertRows]) -> Any:
-        """Start to fetch the chosen experts of the next block while the experts of this block
-        compute.
-        """
+        """Start to fetch the next block's chosen experts while this block computes its experts."""
         decided, after = self._decided, self.following
         if decided is None:
             return None
@@ -255,9 +258,10 @@ def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
 
 
 def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
-    """Start the agreement of all ranks on the sizes of a layer's next call.
+    """Start an agreement of all ranks on the sizes of a layer's next call.
 
-    Returns None if the choices do not yet determine the sizes. Collective, in the order of calls.
+    The result is None if the choices do not yet determine the sizes. The agreement is collective
+    and is started in the order of calls.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -268,13 +272,15 @@ def link(model: nn.Module) -> int:
     """Link the MoE layers of a model, so that each layer chooses (`router.pre_gate`) or predicts
     (`router.predict`) the experts of the next layer.
 
-    Layers are linked in the order of the model's modules. A forward pass must call each layer once
-    and in this order. For a model with several stacks, or several pipeline stages in one process,
-    call this function for each stack or stage. A model without either setting is not changed.
+    Layers are linked in the order of the model's modules. Each forward pass must call each layer
+    once and in this order. For a model with several stacks, or several pipeline stages in one
+    process, call this function for each stack or stage. A model in which neither setting is used is
+    not changed.
 
-    Returns: the number of layers with a pre-gate, which is the number of layers minus one.
+    Returns: The number of layers with a pre-gate, which is the number of layers minus one.
     Raises:
-        ValueError: only some layers set `router.pre_gate`, or neighbouring layers differ in width.
+        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
+            width.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
@@ -307,7 +313,7 @@ def link(model: nn.Module) -> int:
 
 
 def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return whether knowing the choices of the next block early saves time."""
+    """Return true if it saves time to know the choices of the next block early."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
@@ -321,12 +327,12 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its experts itself, not one block early."""
+    """Return true if a layer chooses its experts itself, rather than one block in advance."""
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer and the layers after it with experts that are chosen one block early."""
+    """Yield a layer and the layers after it whose experts are chosen one block in advance."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current
@@ -335,7 +341,7 @@ def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
 
 
 def _values(routing: Routing) -> list[Tensor]:
-    """Return the values of a routing that have a gradient."""
+    """Return the values of a routing decision that have a gradient."""
     more = [] if routing.passthrough_T is None else [routing.passthrough_T]
     return [routing.weights_TK, *more, *routing.losses.values()]
 
@@ -354,9 +360,11 @@ def _without_graph(x: Tensor | None) -> Tensor | None:
 
 
 class _Receive(torch.autograd.Function):
-    """Return a decision's values as leaves, and store their gradients in `PendingRouting`.
+    """Return the values of a decision as leaves of the graph, and store their gradients in
+    `PendingRouting`.
 
-    The block's input is an argument, so that this backward runs before that of the block before.
+    The block's input is an argument, so that this function's backward runs before the backward of
+    the previous block.
     """
 
     @staticmethod
@@ -374,8 +382,8 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return a block's output; in backward, the decision receives the gradients that the next block
-    stored.
+    """Return the output of a block. In backward, the decision receives the gradients that were
+    stored by the next block.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""The router registry, and the construction and checks of a layer's router.
+"""The router registry, and the functions that build and check the router of a layer.
 
-A layer builds the router, or the several routers, that its settings name. Results of user-defined
-routers are checked, because some errors would silently give wrong results (an expert that does not
-exist, weights that broadcast). A warning is logged if neither the router nor a loss keeps the
-experts balanced in training.
+For each layer, the router or the routers that are named in the layer's settings are built. Results
+of user-defined routers are checked, because some errors (such as nonexistent experts or weights
+that broadcast) would silently give wrong results. A warning is logged if neither the router nor a
+loss keeps the experts balanced in training.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
-    """A placeholder for the routing of a layer that was not linked to its neighbours. Calling it
-    raises an error.
+    """A placeholder for the routing of a layer that was not linked to its neighbors. Calling the
+    placeholder raises an error.
 
-    setting: the setting that requires the link.
+    setting: name of the setting that requires the link.
     """
 
     def __init__(self, setting: str) -> None:
@@ -41,13 +41,13 @@ class Unlinked:
 
     @classmethod
     def of(cls, config: MoEConfig) -> Unlinked | None:
-        """Return a placeholder if these settings require linked layers, else None."""
+        """Return a placeholder if these settings require linked layers, otherwise None."""
         if config.router.pre_gate:
             return cls("router.pre_gate=1")
         return cls("router.predict=True") if config.router.predict else None
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raise `ValueError` with instructions to link the layers."""
+        """Raise a `ValueError` that contains instructions for linking the layers."""
         raise ValueError(f"The setting {self.setting} requires linked layers. Call "
                          "moe_plugin.routing.pregate.link(model) after building the model, or "
                          "remove the setting.")
@@ -55,12 +55,12 @@ class Unlinked:
 
 @dataclass(frozen=True)
 class RoutingCheck:
-    """A forward hook that raises `ValueError` if a router's result is not a valid `Routing`.
+    """A forward hook that raises a `ValueError` if the result of a router is not a valid `Routing`.
 
-    Ids of experts that do not exist are reported by `check_range`.
+    Indices of nonexistent experts are reported by `check_range`.
 
     Attributes:
-        experts: number of experts E.
+        experts: number of experts, E.
     """
 
     experts: int
@@ -97,9 +97,9 @@ def _refused(who: str, name: str, value: Tensor, wanted: str) -> ValueError:
 
 
 def check_results(router: nn.Module, experts: int) -> None:
-    """Check the results of a user-defined router from now on.
+    """From now on, check the results of a user-defined router.
 
-    Routers of this package are not checked. If several routers are combined, each is checked
+    Routers of this package are not checked. If several routers are combined, each router is checked
     separately.
     """
     check = RoutingCheck(experts)
@@ -114,9 +114,9 @@ def _of_package(router: nn.Module) -> bool:
 
 
 def check_losses(router: nn.Module, weights: Mapping[str, float]) -> None:
-    """Raise `ValueError` if neither the registry nor the router knows a loss.
+    """Raise a `ValueError` if a loss is known neither to the registry nor to the router.
 
-    weights: maps the name of each loss to its weight.
+    weights: mapping from the name of each loss to its weight.
     """
     own = getattr(router, "own_losses", frozenset())
     for name, weight in weights.items():
@@ -132,15 +132,15 @@ _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gsh
 
 
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Warn once per text that nothing keeps the experts balanced."""
+    """Warn, once for each message, that nothing keeps the experts balanced."""
     warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 
 def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
-    """Warn if a layer has neither a balance loss nor a router that balances.
+    """Warn if a layer has neither a balance loss nor a router that balances the experts.
 
-    Only the first rank of the first layer logs the warning, and only if the host trains. Routers
-    that do not derive from `RouterModule` are assumed to balance.
+    The warning is logged only by the first rank for the first layer, and only if the host trains.
+    Routers that do not derive from `RouterModule` are assumed to balance the experts.
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
         first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
@@ -157,7 +157,9 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 
 def has_balance_loss(losses: Mapping[str, float]) -> bool:
-    """Return whether one of these losses (name to weight) grows with an uneven load."""
+    """Return true if one of these losses (a mapping from name to weight) increases with an uneven
+    load.
+    """
     return any(weight > 0 and name not in _OTHER_LOSSES for name, weight in losses.items())
 
 
@@ -168,13 +170,13 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
                  dtype: torch.dtype | None = None, device: Any = None) -> nn.Module:
     """Build the configured router, or a `RouterSelector` if several routers are configured.
 
-    A router is built by `factory(config, comm=, host=, dtype=, device=)` and called as
+    A router is built by the call `factory(config, comm=, host=, dtype=, device=)`, and is called as
     `router(x_TD, mask_T, top_k, info)`.
 
     Args:
         config: settings of the layer.
-        comm: the ranks that store the experts. Defaults to this rank alone.
-        host: the facts that the host framework provides about the layer.
+        comm: group of the ranks that store the experts. Defaults to a group of only this rank.
+        host: information that the host framework provides about the layer.
         dtype, device: dtype and device of the parameters.
     """
     config.router.check_read()
@@ -189,14 +191,15 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer: the given `router`, or the configured router if it is None.
+    """Return the router of a layer, which is the given `router`, or the configured router if
+    `router` is None.
 
-    The results of a router from another package are checked in each call (`RoutingCheck`). A
-    warning is logged once if nothing keeps the experts balanced, see `check_balance`. The arguments
-    `where` are passed to `build_router`.
+    The results of a router that is not part of this package are checked in each call
+    (`RoutingCheck`). A warning is logged once if nothing keeps the experts balanced; see
+    `check_balance`. The arguments `where` are passed to `build_router`.
 
     Raises:
-        ValueError: a loss is unknown, or `build_router` rejects the settings.
+        ValueError: If a loss is unknown, or if `build_router` rejects the settings.
     """
     if router is None:
         router = build_router(config, comm, host=host, **where)
@@ -213,9 +216,11 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
                      factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Return the settings without the losses that only other routers of the list can compute.
+    """Return the settings without the losses that can be computed only by other routers in the
+    list.
 
-    A loss that no router of the list can compute stays, so that the router rejects it.
+    A loss that no router in the list can compute is kept, so that the router reports it as an
+    error.
     """
     others = frozenset().union(*map(_own_losses, factories)) - _own_losses(factory)
     losses = {name: weight for name, weight in config.losses.items() if name not in others}
@@ -230,12 +235,12 @@ def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
     """Remove the `router` settings that the named routers do not read.
 
-    This function serves hosts with settings of their own that apply to any router.
+    This function is used by hosts that have their own settings, which apply to any router.
 
     Args:
-        settings: settings by dotted path.
+        settings: values of settings by dotted path.
         names: names of the routers.
-        top_k: experts per token.
+        top_k: number of experts per token.
     """
     def is_read(name: str, value: Any) -> bool:
         return may_be_read(names, readers_of(name, value)) and (

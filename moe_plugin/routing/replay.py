@@ -1,21 +1,22 @@
-"""Record routing in the first pass of a layer and repeat it when activations are recomputed.
+"""Recording of routing in a layer's first pass, for use when activations are recomputed.
 
-Activation checkpointing runs a layer twice: in the forward pass, and again during the backward
-pass. Shapes and gradients would be wrong if the second pass sent a token to another expert (because
-of noise, or of a tie that rounding breaks differently), or read a count that other passes changed
-in the meantime. Therefore the second pass reuses the choices of the first pass.
+With activation checkpointing, a layer runs twice: in the forward pass, and again during the
+backward pass. Shapes and gradients would be wrong if the second pass sent a token to a different
+expert (because of noise, or of a tie that rounding breaks differently), or read a count that other
+passes changed in the meantime. Therefore the second pass reuses the choices of the first pass.
 
-A recording belongs to one call of a checkpoint. It is stored on the object that torch keeps for
-that call from the first pass to the recomputation. For a reentrant checkpoint (of torch, fairseq,
-Megatron or DeepSpeed) this object is the `ctx` of the `torch.autograd.Function`; for torch's
-non-reentrant checkpoint it is the frame. Both passes find the object on Python's call stack
-(`enclosing`). As a result, recordings are never mixed up, whatever the order of the backward
-passes. A forward pass under `no_grad` records nothing, and recordings are freed with the graph.
+Each recording belongs to one call of a checkpoint. The recording is stored on the object that torch
+keeps for this call from the first pass to the recomputation. For a reentrant checkpoint (of torch,
+fairseq, Megatron or DeepSpeed) this object is the `ctx` of the `torch.autograd.Function`. For
+torch's non-reentrant checkpoint it is the frame. Both passes find this object on Python's call
+stack (`enclosing`). As a result, recordings are never confused, regardless of the order of the
+backward passes. A forward pass under `no_grad` records nothing, and recordings are freed together
+with the graph.
 
-A recomputation that skips a draw leaves the random generators in the same state as the first pass,
-so that dropout after the router also repeats.
+A recomputation that skips a random draw leaves the random generators in the same state as the first
+pass, so dropout after the router also repeats.
 
-Under torch.compile nothing is recorded, because the compiled backward reuses the values of the
+Under torch.compile nothing is recorded, because the compiled backward pass reuses the values of the
 first pass.
 """
 
@@ -47,7 +48,7 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded choice, with the generators it advanced and their states before and after."""
+    """A recorded choice, and the states of the random generators before and after the choice."""
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
@@ -60,10 +61,10 @@ class _Recorded:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Advance each generator past the recorded draws, if its state equals the state before
-        them.
+        """Advance each generator past the recorded draws if its state is the one before them.
 
-        A different state means that the checkpoint does not preserve random numbers.
+        A different state means that the checkpoint does not preserve the state of random
+        generators.
         """
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):
@@ -71,7 +72,7 @@ class _Recorded:
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the default generators of this machine with a state that can be read now."""
+    """Return the default random generators of this machine whose state can currently be read."""
     generators = [torch.default_generator]
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized() and not (
@@ -86,7 +87,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 class Recording:
-    """The choices that one checkpointed call made in its first pass, by key and in call order."""
+    """The choices of a checkpointed call in its first pass, by key and in the order of calls."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[_Recorded]] = {}
@@ -95,8 +96,8 @@ class Recording:
 
     @classmethod
     def of(cls, owner: Any) -> Recording:
-        """Return the recording stored on the object of a checkpointed call, or create the
-        recording.
+        """Return the recording that is stored on the object of a checkpointed call. If there is
+        none, create it.
         """
         recording: Recording | None = getattr(owner, _ATTRIBUTE, None)
         if recording is None:
@@ -108,10 +109,11 @@ class Recording:
         self._entries.setdefault(key, []).append(entry)
 
     def take(self, key: Key, shape: tuple[int, ...] | None) -> _Recorded:
-        """Return the next choice of this key in the current backward pass.
+        """Return the next choice with this key in the current backward pass.
 
         Raises:
-            RuntimeError: the first pass made fewer choices of this key, or the shape differs.
+            RuntimeError: If the first pass made fewer choices with this key, or if the shape
+                differs.
         """
         task = torch._C._current_graph_task_id()
         if task != self._task:  # with `retain_graph` every backward pass recomputes
@@ -179,8 +181,8 @@ _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
 
 
 def enclosing() -> tuple[Any, list[Any]]:
-    """Return the innermost call being recomputed, or None, and the calls inside it in their first
-    pass.
+    """Return the innermost call that is being recomputed (or None), and the calls inside it that
+    are in their first pass.
 
     Each call is represented by the object that exists from its first pass to its recomputation.
     """
@@ -200,9 +202,9 @@ def enclosing() -> tuple[Any, list[Any]]:
 
 
 def runs_once(training: bool) -> bool:
-    """Return whether this pass has gradients and no hook replaces the tensors that autograd saves.
+    """Return true if this pass has gradients and no hook replaces the tensors that autograd saves.
 
-    Such a pass is neither repeated nor recorded. The check does not inspect the call stack.
+    Such a pass is neither repeated nor recorded. This check does not inspect the call stack.
     """
     if _active.get() is not None:
         return False
@@ -212,18 +214,19 @@ def runs_once(training: bool) -> bool:
 
 def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: str = "choice",
              shape: tuple[int, ...] | None = None, values: bool = True) -> T:
-    """Return `choose()` in a first or plain pass, and the recorded value in a recomputation.
+    """Return `choose()` in a first or ordinary pass, and the recorded value in a recomputation.
 
     Args:
-        owner: the object that chooses (a router, a layout tuner).
-        choose: computes the value.
-        training: whether the layer is in training mode. Otherwise only a tape records and replays.
-        what: a short label. A recording returns a value only for the same owner and label.
-        shape: expected shape of a repeated value. None disables the check.
-        values: False for values of one pass and its recomputation, which tapes do not record.
+        owner: the object that makes the choice (a router or a layout tuner).
+        choose: function that computes the value.
+        training: whether the layer is in training mode. If False, only a tape records and replays.
+        what: label of the value. A recording returns a value only for the same owner and label.
+        shape: expected shape of a value that is repeated. If it is None, the shape is not checked.
+        values: False for values that are used only within one pass and its recomputation, and are
+            not recorded by tapes.
     Raises:
-        RuntimeError: first pass and recomputation do not match.
-        ValueError: a tape has a different value at this position.
+        RuntimeError: If the first pass and the recomputation do not match.
+        ValueError: If a tape contains a different kind of value at this position.
     """
     if torch.compiler.is_compiling():
         # The compiler recomputes inside one graph, from the values of the first pass.
@@ -249,11 +252,11 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """The recorded choices of a pass, in call order. Save and restore `ids` and `calls` together.
+    """The recorded choices of a pass in the order of calls. Save and restore `ids` with `calls`.
 
     Attributes:
         ids: the recorded values.
-        calls: for each value, the number of the module (in the order of first calls) and the label.
+        calls: for each value, the index of the module (in the order of first calls) and the label.
     """
 
     def __init__(self) -> None:
@@ -264,7 +267,7 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start to record (position None), or to replay from a position."""
+        """Start to record (if the position is None), or start to replay from a position."""
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
@@ -275,9 +278,7 @@ class _Tape:
 
     def replayed(self, choose: Callable[[], Any], owner: object, what: str,
                  shape: tuple[int, ...] | None) -> _Recorded:
-        """Record `choose()`, or return the next recorded choice after checking that it fits this
-        call.
-        """
+        """Record `choose()`, or return the next recorded choice if it matches this call."""
         call = (self._numbers.setdefault(owner, len(self._numbers) + 1), what)
         if self.position is None:
             entry = _Recorded.of(choose)
@@ -293,7 +294,7 @@ class _Tape:
         return entry
 
     def check_all_used(self) -> None:
-        """Raise `ValueError` if a replay made fewer calls than were recorded."""
+        """Raise a `ValueError` if a replay made fewer calls than were recorded."""
         if self.position is not None and self.position < len(self.ids):
             raise _differs(self.position, "nothing more",
                            _described(self.calls[self.position]))
@@ -321,8 +322,7 @@ def _differs(position: int, asked: str, recorded: str) -> ValueError:
 
 
 class _Use:
-    """A context, usable several times, that records on a tape (position None) or replays the tape.
-    """
+    """A reusable context manager that records on a tape (position None) or replays the tape."""
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
         self.tape, self.position = tape, position
@@ -340,34 +340,35 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of all layers called inside this context; pass the result to
-    `replay_routing`.
+    """Record the routing of all layers called in this context, for use with `replay_routing`.
 
     Recomputations of activations are not recorded again. Both parts of the tape can be saved with
-    `torch.save`: the routers' choices and, if weights depend on it, the noise (`.ids`), and the
-    call of each value (`.calls`).
+    `torch.save`: the choices of routers together with the noise, if weights depend on it (`.ids`),
+    and the call of each value (`.calls`).
     """
     return _Use(_Tape(), None)
 
 
 def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
-    """Route the same calls in the same order as recorded.
+    """Route the same calls with the same choices, in the same order as recorded.
 
-    Model weights and noise may differ. The weights of the choices are computed again, and routers
-    count their loads as in any pass.
+    The model weights and the noise may differ from the recording. The weights of the choices are
+    computed again, and routers count their loads as in any pass.
 
     Raises:
-        ValueError: calls or shapes differ from the recording. In training, some routers record more
-            (gshard, `second_expert_policy: random`, noisy_topk, dense_to_sparse, loss
-            `global_batch`). Replay these routers in the mode of the recording.
+        ValueError: If calls or shapes differ from the recording. In training, some routers record
+            additional values (gshard, `second_expert_policy: random`, noisy_topk, dense_to_sparse,
+            and any router with the loss `global_batch`). These routers must be replayed in the same
+            mode (training or evaluation) as during the recording.
     """
     return _Use(tape, 0)
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. Routing is recorded and replayed.
+    """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
+    recorded, and replayed in the recomputation.
 
-    Leave `preserve_rng_state` enabled if weights depend on noise that is drawn again
+    Keep `preserve_rng_state` enabled if weights depend on noise that is drawn again
     (`router.noise`, `router.input_jitter`, `router.input_dropout`).
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -376,17 +377,16 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two empty contexts for `context_fn` of `torch.utils.checkpoint`. Replay works without
-    them.
+    """Return two empty contexts for `context_fn` of `torch.utils.checkpoint`. Replay also works
+    without these contexts.
     """
     return nullcontext(), nullcontext()
 
 
 def replaying() -> bool:
-    """Return whether this code runs in the second pass of a call with gradients in both passes.
+    """Return true if this code runs in the second pass of a call that has gradients in both passes.
 
-    Only non-reentrant checkpoints do so. Code that counts passes with gradients must skip this
-    pass.
+    This requires a non-reentrant checkpoint. Code that counts passes must not count this pass.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False
@@ -395,10 +395,10 @@ def replaying() -> bool:
 
 
 def counts(training: bool) -> bool:
-    """Return whether a pass of a layer counts for statistics and for updates once per step.
+    """Return true if a pass of a layer counts for statistics and for updates at each step.
 
-    A pass in training mode with gradients counts once; its recomputation does not. A pass without
-    gradients counts only as the first pass of a call that is recomputed with gradients.
+    A pass in training mode with gradients counts once, and its recomputation does not count. A pass
+    without gradients counts only as the first pass of a call that is recomputed with gradients.
     """
     if not training or inside_backward():
         return False
@@ -416,9 +416,9 @@ def _is_first_pass() -> bool:
 
 @contextmanager
 def first_pass() -> Iterator[None]:
-    """Declare that passes without gradients are first passes, so that they count.
+    """Declare that passes without gradients are first passes and are therefore counted.
 
-    The code that repeats such a pass with gradients must undo the counts of the repetition.
+    The code that repeats such a pass with gradients must undo the counts that the repetition makes.
     """
     token = _first.set(True)
     try:

@@ -2,19 +2,20 @@
 
 About one router choice in ten differs between the engine that generated a sample and the model that
 trains on it. Therefore engines return the experts of each token of a sample, and training uses
-these experts in place of its own choice. The weights are the current router's weights for these
-experts, and gradients flow through them to the router as for any choice.
+these experts in place of the router's own choices. The weights of these experts are computed by the
+current router, and gradients flow through them to the router as for any other choice.
 
     with replay_rollouts(model, tokens_of_rank(padded(samples, length))):
         loss = ...
         loss.backward()     # inside, so that recomputed layers choose the same experts again
 
-A sample is the value that vLLM (`CompletionOutput.routed_experts`) and SGLang
-(`meta_info["routed_experts"]`, base64 of int32) return: [tokens, layers, K], prompt first. The last
-token was generated but never processed, so an engine has no choice for it. There, and wherever else
-a choice is -1, the router makes the choice.
+A sample is the value [tokens, layers, K] that vLLM (`CompletionOutput.routed_experts`) and SGLang
+(`meta_info["routed_experts"]`, base64 of int32) return, with the prompt first. The last token was
+generated but never processed, so an engine has no choice for it. For this token, and for every
+other choice of -1, the router makes the choice.
 
-Shapes: T tokens, B samples, S their padded length, L layers with experts, K experts per token.
+Notation: T tokens, B samples, S tokens per padded sample, L layers with experts, K experts per
+token.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from moe_plugin.utils.messages import short
 # Megatron's `--moe-router-force-load-balancing` is different and implemented by Megatron: it uses
 # random logits, which are even only on average, and also computes the weights from these logits.
 def balanced(call: RoutingCall) -> Tensor:
-    """Return the experts of each token according to the rule above, int64 [T, K].
+    """Return the experts of each token according to the rule in the module docstring, int64 [T, K].
 
-    The values for padding have no meaning.
+    The values for padding tokens have no meaning.
     """
     number_T = call.real_T.long().cumsum(0) - 1
     step_K = [j * call.experts // call.k for j in range(call.k)]
@@ -64,7 +65,8 @@ def balanced(call: RoutingCall) -> Tensor:
 
 
 def check_replaceable(router: nn.Module, what: str) -> None:
-    """Raise `ValueError` unless `what` may replace the choice of a router and nothing else does so.
+    """Raise a `ValueError` unless `what` may replace the choices of a router and nothing else
+    replaces them.
     """
     if "force" not in (getattr(router, "reads", None) or ()):
         raise ValueError(
@@ -87,17 +89,18 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
     """Return the choices of a sample, int64 [T, L, K] on the host.
 
     Args:
-        sample: an array or tensor of integers [T, L, K], or base64 text of int32, as SGLang sends
-            it.
-        layers, top_k: L and K. Required for base64 text only, which carries no shape.
+        sample: an array or tensor of integers [T, L, K], or a base64 string of int32 values, as
+            sent by SGLang.
+        layers, top_k: the numbers L of layers and K of experts per token. Required only for a
+            base64 string, which contains no shape.
     Raises:
-        ValueError: the sample has another shape, or does not contain integers.
+        ValueError: If the sample has an unexpected shape, or does not contain integers.
     """
     if isinstance(sample, (str, bytes)):
         if layers is None or top_k is None:
             raise ValueError(f"Routed experts in base64 need layers and top_k, but layers={layers} "
                              f"and top_k={top_k} were passed. Pass both numbers of the model, "
-                             "because the text has no shape.")
+                             "because the string contains no shape.")
         numbers = torch.frombuffer(bytearray(base64.b64decode(sample)), dtype=torch.int32)
         if numbers.numel() % (layers * top_k):
             raise ValueError(
@@ -114,12 +117,14 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
 
 
 def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None = None) -> Tensor:
-    """Return samples as a padded batch, int64 [B, S, L, K], with -1 at positions without a choice.
+    """Combine samples into a padded batch, int64 [B, S, L, K], with -1 at positions without a
+    choice.
 
     Args:
-        samples: results of `rollout`.
+        samples: results of `rollout` for each sample.
         length: number S of tokens per sample, including padding.
-        starts: position of each sample's first token, for padding on the left. Defaults to 0.
+        starts: position of each sample's first token, which is above 0 if samples are padded on the
+            left. Defaults to 0.
     """
     starts = starts or [0] * len(samples)
     for sample in samples:
@@ -137,10 +142,10 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
 
 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Return samples one after the other, int64 [1, S, L, K].
+    """Concatenate samples into one sequence, int64 [1, S, L, K].
 
-    lengths: tokens of each sample in the batch, including padding and the last token, for which an
-    engine has no choice.
+    lengths: number of tokens of each sample in the batch, including padding and the last token, for
+    which an engine has no choice.
     """
     return torch.cat([padded([sample], length)
                       for sample, length in zip(samples, lengths, strict=True)], 1)
@@ -149,20 +154,22 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the choices of the tokens that a layer of this rank processes, in order, int64 [T, L,
+    """Return the choices for the tokens that a layer on this rank processes, in order, int64 [T, L,
     K].
 
     Args:
-        ids_BSLK: choices of a batch, see `padded` and `packed`.
-        sequence_first: whether tokens are ordered [S, B] (Megatron, fairseq). Defaults to [B, S].
-        context: (rank, ranks) of context parallelism. A sequence is cut into 2 x ranks equal parts,
-            and a rank processes part `rank` and part `rank` counted from the end, as in Megatron.
-        lengths: lengths of packed sequences, each of which is cut in this way. None if samples are
-            not packed.
-        sequence: (rank, ranks) of sequence parallelism, which cuts the remaining tokens into equal
-            parts.
+        ids_BSLK: choices for a batch; see `padded` and `packed`.
+        sequence_first: whether tokens are ordered [S, B] (Megatron, fairseq). By default tokens are
+            ordered [B, S].
+        context: the pair (rank, ranks) of context parallelism. A sequence is split into 2 * ranks
+            equal parts. A rank processes the part with the index `rank` and the part with this
+            index counted from the end, as in Megatron.
+        lengths: lengths of packed sequences, each of which is split in this way. It is None if
+            samples are not packed.
+        sequence: the pair (rank, ranks) of sequence parallelism, which splits the remaining tokens
+            into equal parts.
     Raises:
-        ValueError: a sequence cannot be cut into equal parts.
+        ValueError: If a sequence cannot be split into equal parts.
     """
     rank, ranks = context
     if ranks > 1:
@@ -179,29 +186,31 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
 
 def _check_parts(name: str, tokens: int, parts: int) -> None:
     if tokens % parts:
-        raise ValueError(f"A sequence of {tokens} tokens cannot be cut into {parts} equal parts, "
-                         f"as this {name} parallelism requires. Pad the routed experts like the "
-                         "tokens of the batch.")
+        raise ValueError(f"A sequence of {tokens} tokens cannot be split into {parts} equal "
+                         f"parts, as this {name} parallelism requires. Pad the routed experts like "
+                         "the tokens of the batch.")
 
 
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Make each layer of `model` use the experts that samples were generated with.
+    """Make each layer of `model` use the experts with which the samples were generated.
 
     The replay applies in training and in evaluation, for example to a pass that computes
     log-probabilities. Keep the context open until `backward` has returned, and open it again for
-    the next micro-batch. The choices are checked on the host, so leave them there until then.
+    the next micro-batch. The choices are checked on the host, so keep the tensor there until it has
+    been passed to this function.
 
     Args:
-        model: a model with routers that read `router.force`, in the order of its layers.
-        ids_TLK: result of `tokens_of_rank`, on any device. Each pass of a layer must process these
-            T tokens.
-        layers: for each layer of the model, the index into the L recorded layers. By default all
-            layers are used in order. Engines differ in whether they count layers without experts,
-            and a pipeline stage has only some layers.
+        model: a model whose routers read `router.force`. Its layers are used in the order of its
+            modules.
+        ids_TLK: result of `tokens_of_rank` on any device. Each forward pass of a layer must process
+            these T tokens.
+        layers: for each layer of the model, the index of the recorded layer among the L recorded
+            layers. By default all recorded layers are used in order. Engines differ in whether they
+            count layers without experts, and a pipeline stage has only some layers.
     Raises:
-        ValueError: the layers, experts, tokens or top_k do not match `ids_TLK`.
+        ValueError: If the layers, experts, tokens or top_k do not match `ids_TLK`.
     """
     routers: list[nn.Module] = []
     for part in model.modules():
@@ -215,7 +224,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
 @contextmanager
 def replay_choices(routers: Sequence[nn.Module], ids_TLK: Tensor,
                    layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Do the same as `replay_rollouts`, for a given list of routers."""
+    """Replay choices as `replay_rollouts` does, for a given list of routers."""
     for router in routers:
         check_replaceable(router, "replay_rollouts")
     choices = choices_of_layers(ids_TLK, layers, [router.num_experts for router in routers])
@@ -230,9 +239,9 @@ def replay_choices(routers: Sequence[nn.Module], ids_TLK: Tensor,
 
 def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
                       experts: Sequence[int]) -> list[Tensor]:
-    """Return the choices [T, K] of each layer; arguments and errors are those of `replay_rollouts`.
+    """Return the choices [T, K] of each layer. Arguments and errors are those of `replay_rollouts`.
 
-    experts: number of experts of each layer.
+    experts: number of experts in each layer.
     """
     if layers is None and ids_TLK.shape[1] != len(experts):
         raise ValueError(
@@ -256,12 +265,14 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """Raise `ValueError` unless a pass has the tokens and experts per token of the rollout."""
+    """Raise a `ValueError` unless the tokens and the experts per token of a pass are those of the
+    rollout.
+    """
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"A layer processes {tokens} tokens with {top_k} experts each, but the routed experts "
-            f"have shape {tuple(ids_TK.shape)}. Cut them like the batch (tokens_of_rank), and open "
-            "replay_rollouts for each micro-batch.")
+            f"have shape {tuple(ids_TK.shape)}. Split them like the batch (tokens_of_rank), and "
+            "open replay_rollouts for each micro-batch.")
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Several routers in one layer, of which one routes each call, and the rules that select it.
+"""Several routers in one layer, one of which routes each call, and the rules that select it.
 
-A rule reads only data that all ranks share, so all ranks select the same router.
+A rule reads only data that is equal on all ranks, so all ranks select the same router.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True)
 class SelectionCall:
-    """The data that a selection rule may read.
+    """The data on which a selection rule may depend.
 
     Attributes:
         count: number of routers.
-        step: completed optimizer steps.
-        layer: number of this MoE layer in its model, from 0. None if unknown.
+        step: number of completed optimizer steps.
+        layer: index of this MoE layer among the MoE layers of its model, from 0. None if unknown.
         training: whether the layer is in training mode.
-        settings: the settings `router.selection`.
+        settings: the section `router.selection` of the settings.
     """
 
     count: int
@@ -48,7 +48,7 @@ class SelectionCall:
 
     @property
     def period(self) -> int:
-        """Number of the current period of `every` steps, from 0."""
+        """Index of the current period of `every` steps, from 0."""
         return self.step // self.settings.every
 
 
@@ -64,7 +64,7 @@ def first(call: SelectionCall) -> int:
 
 @router_selections.register("layer")
 def layer(call: SelectionCall) -> int:
-    """Select router n mod count for MoE layer n, in training and outside."""
+    """Select the router with index n mod count for MoE layer n, both in training and outside."""
     if call.layer is None:
         raise ValueError(
             "router.selection.rule=layer needs the number of this MoE layer in its model, but "
@@ -75,18 +75,19 @@ def layer(call: SelectionCall) -> int:
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """Select the routers one after the other, each for `every` optimizer steps.
+    """Select the routers one after another, each for `every` optimizer steps.
 
-    Outside training the router with number `outside_training` is selected.
+    Outside training the router with the index `outside_training` is selected.
     """
     return call.period % call.count if call.training else call.settings.outside_training
 
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """Draw a router uniformly every `every` optimizer steps, from seed, step and layer only.
+    """Draw a router uniformly every `every` optimizer steps. The draw depends only on seed, step
+    and layer.
 
-    Outside training the router with number `outside_training` is selected.
+    Outside training the router with the index `outside_training` is selected.
     """
     if not call.training:
         return call.settings.outside_training
@@ -97,27 +98,31 @@ def drawn(call: SelectionCall) -> int:
 
 
 class RouterSelector(BuffersKeepDtype, RouterModule):
-    """Several routers, of which one routes each call.
+    """Several routers, one of which routes each call.
 
-    `TokenInfo.router_index` names the router, or else `router.selection` selects it. All
-    micro-batches of an optimizer step use the same router, and a recomputation uses the router of
-    its first pass. The selection depends only on settings, the layer's number and the completed
-    steps (`finish_step`), which all ranks share. The number of steps is saved with the weights, so
-    a resumed run continues the sequence. Parameters of the other routers get a zero gradient,
-    because data-parallel wrappers that expect a gradient for every parameter would hang otherwise.
+    The router is selected by `TokenInfo.router_index` if it is set, otherwise by
+    `router.selection`. All micro-batches of an optimizer step use the same router, and a
+    recomputation uses the router of its first pass. The selection depends only on the settings, the
+    layer's index and the number of completed steps (`finish_step`), which are equal on all ranks.
+    The number of steps is saved with the weights, so a resumed run continues the sequence.
+    Parameters of the other routers get a zero gradient, because data-parallel wrappers that expect
+    a gradient for every parameter would hang otherwise.
 
     Args:
-        routers: the routers in the order of `router.name`.
-        config: the settings `router`. Optional. By default the first router routes every call.
-        comm: the ranks that store the experts. With more than one rank, building is collective.
-        host: the facts that the host framework provides about the layer. The routers are built with
-            the same facts.
-        device: device of the saved number of steps.
+        routers: the routers in the order in which they are listed in `router.name`.
+        config: the section `router` of the settings. Optional. By default the first router routes
+            every call.
+        comm: group of the ranks that store the experts. If there is more than one rank,
+            construction is collective.
+        host: information that the host framework provides about the layer. All routers are built
+            with the same information.
+        device: device of the buffer with the number of steps.
     Attributes:
-        layer: number of this MoE layer in its model, from 0. None if unknown. See `number_layers`.
-        steps: completed optimizer steps.
+        layer: index of this MoE layer among the MoE layers of its model, from 0. None if unknown.
+            See `number_layers`.
+        steps: number of completed optimizer steps.
     Raises:
-        ValueError: the rule is unknown, or the settings differ between ranks.
+        ValueError: If the rule is unknown, or if the settings differ between ranks.
     """
 
     def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None, *,
@@ -142,10 +147,10 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route with the selected router; see `RouterModule.forward`.
+        """Route tokens with the selected router; see `RouterModule.forward`.
 
         Raises:
-            ValueError: no router has the selected index.
+            ValueError: If no router has the selected index.
         """
         if torch.compiler.is_compiling():
             index = self._choose(info)
@@ -191,7 +196,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 class _WithIdle(torch.autograd.Function):
     """Return gate weights unchanged, and give unused parameters a zero gradient.
 
-    Adding 0 * value to the weights would not work, because the product may be NaN.
+    Adding `0 * value` to the weights would not work, because this product may be NaN.
     """
 
     @staticmethod
@@ -206,15 +211,15 @@ class _WithIdle(torch.autograd.Function):
 
 
 def number_layers(model: nn.Module, first: int = 0) -> int:
-    """Number the router selectors of a model in the order of its modules.
+    """Assign indices to the router selectors of a model in the order of its modules.
 
-    Selection rules that use the layer's number need this call if `HostContext.layer_number` was not
-    set.
+    This call is required for selection rules that use the layer's index if
+    `HostContext.layer_number` was not set.
 
     Args:
         model: any module.
-        first: number of the first selector.
-    Returns: the number of selectors.
+        first: index of the first selector.
+    Returns: The number of router selectors.
     """
     selectors = [module for module in model.modules() if isinstance(module, RouterSelector)]
     for number, selector in enumerate(selectors, first):

@@ -1,1 +1,3 @@
-"""Code around a training step: the run and its features, gradients, resilience and ensembles."""
+"""Code that runs around a training step: the run with its features, gradients, fault tolerance and
+ensembles.
+"""

@@ -1,4 +1,4 @@
-"""A training run of any host, and the features around its steps.
+"""A training run of any host, and the features that are called around its steps.
 
 A feature is a `RunFeature`, which is independent of the host. Each host creates one `Run` with the
 enabled features, and calls it around each step:
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def _of_each(name: str) -> Any:
-    """Return a method for `Run` that calls the method called `name` of all features, in order."""
+    """Return a method of `Run` that calls the method with this `name` on all features, in order."""
 
     def call(run: Run, *facts: Any) -> None:
         for feature in run.features:
@@ -36,11 +36,11 @@ class Run(RunFeature):
     """The enabled features of a run, in the order in which they are called.
 
     Args:
-        features: features of the run. None entries are ignored.
+        features: features of the run. Entries that are None are ignored.
 
     Attributes:
-        number: number of the current or last step, from 1.
-        left_out: reason why the step changes no parameter; None if the step is not skipped.
+        number: index of the current or last step, counted from 1.
+        left_out: reason why the step changes no parameters; None if the step is not skipped.
     """
 
     after_passes = _of_each("after_passes")
@@ -63,7 +63,7 @@ class Run(RunFeature):
         return any(feature.replaced for feature in self.features)
 
     def find(self, kind: type[Feature]) -> Feature | None:
-        """Return the enabled feature of a class, or None."""
+        """Return the enabled feature of the given class, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     @contextmanager
@@ -98,9 +98,10 @@ class Run(RunFeature):
         """Return the result of `passes()`, which is repeated whenever it raises `StepRepeat`.
 
         Args:
-            passes: runs all forward and backward passes of a step, clearing the gradients first, or
-                all forward passes of an evaluation, and calls `after_passes`.
-            undo: called before `passes` is repeated.
+            passes: function that runs all forward and backward passes of a step (clearing the
+                gradients first) or all forward passes of an evaluation, and then calls
+                `after_passes`.
+            undo: function that is called before `passes` is repeated.
         """
         reset = self.before_passes()
         while True:

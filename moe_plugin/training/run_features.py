@@ -37,31 +37,34 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class HostSeams:
-    """Information about a run that only the host has.
+    """Information about a run that only the host can provide.
 
     Attributes:
-        host: key of `config.lacks.HOSTS`.
+        host: key of the host in `config.lacks.HOSTS`.
         models: this rank's parts of the model, without wrappers.
-        world: all ranks of the models.
+        world: all ranks that share the models.
         data: data-parallel ranks. Defaults to `world`.
-        layers: the MoE layers, by their names in records, see `observe.features.listen`.
-        records: ranks whose statistics belong together; None if this rank has no layers.
-        rank: rank of this process, for timelines and traces. Defaults to the rank in `records`.
+        layers: the MoE layers, by their names in records; see `observe.features.listen`.
+        records: group of ranks whose statistics belong together; None if this rank has no layers.
+        rank: rank of this process, which is used for timelines and traces. Defaults to the index of
+            this rank in `records`.
         has_log: see `LayerRecords`.
-        training: optional. Function that also receives the statistics of training passes.
+        training: optional. A function that also receives the statistics of training passes.
         speaks: whether this rank logs warnings about dropped choices.
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
         skips_steps: whether the host's loss scaler skips steps that are not finite.
-        streamed: trainer of weights that stream, which ends a step block by block; None if the
+        streamed: trainer whose weights stream, and which ends a step block by block; None if the
             weights are on the device.
-        replicas: this run's place among several replicas; None if there is only one run.
-        resize: creates the feature for `resize` settings; None if the host does not support it.
-        activations: creates the feature for `offload.activations`; None if the host does not
+        replicas: position of this run among several replicas; None if there is only one run.
+        resize: function that creates the feature for `resize` settings; None if the host does not
             support it.
-        votes: creates the feature for `guard.votes`; None if the host does not support it.
-        more: features of a single run. They are called before the check for finite steps
-            (`FiniteSteps`), so that they may change gradients.
+        activations: function that creates the feature for `offload.activations`; None if the host
+            does not support it.
+        votes: function that creates the feature for `guard.votes`; None if the host does not
+            support it.
+        more: additional features of this run. These features are called before the check for finite
+            steps (`FiniteSteps`), so they may change gradients.
     """
 
     host: str
@@ -86,14 +89,14 @@ class HostSeams:
 
 
 class FeatureRow(NamedTuple):
-    """One entry in the list of features.
+    """An entry in the list of features.
 
     Attributes:
-        setting: setting, or section of settings, that enables the feature; empty if every run has
-            the feature.
-        kinds: classes of the feature.
-        make: creates the feature from settings and host information. Returns None if the feature is
-            off. Collective.
+        setting: name of the setting, or of the section of settings, that enables the feature; empty
+            string if every run has the feature.
+        kinds: classes of which the created feature can be an instance.
+        make: function that creates the feature from settings and host information. The result is
+            None if the feature is disabled. Collective.
     """
 
     setting: str
@@ -175,7 +178,8 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
     """Create the run of a host, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: the host does not support a feature, or the settings of a feature are invalid.
+        ValueError: If the host does not support a feature, or if the settings of a feature are
+            invalid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

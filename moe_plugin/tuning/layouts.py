@@ -1,7 +1,7 @@
-"""All layouts of one layer over its storage.
+"""All layouts that one layer can use with its stored parameters.
 
-Changing the layout moves no parameters and changes no results. With r = 0 all parameters are
-gathered and tokens stay on their rank. With r >= 1 each token is sent to r ranks. See
+A change of the layout neither moves parameters nor changes results. With r = 0, all parameters are
+gathered and tokens stay on their rank. With r >= 1, each token is sent to r ranks. See
 `records.Placement` and docs/adaptive.md.
 """
 
@@ -39,20 +39,20 @@ from moe_plugin.tuning.standing import LayerReplicas
 
 
 class Layouts:
-    """The layouts of one layer. Each layout is created when it is first requested.
+    """The layouts that one layer can use. Each layout is created when it is first requested.
 
     All ranks must request the same layouts, because creating a layout may be collective.
 
     Args:
         config: settings of the layer.
-        place: where the parameters of the layer are stored.
+        place: placement, which defines where the layer's parameters are stored.
         experts: experts of the layer.
 
     Attributes:
         limit: row limit of a dispatcher that bounds rows, otherwise None.
-        stash: pages for tensors that backward needs, see `LayerLayout`.
-        spills: whether ranks other than the owner may compute rows of an expert.
-        replicas: replicas of `parallel.spill: standing`, otherwise None.
+        stash: pages for tensors that the backward pass needs; see `LayerLayout`.
+        spills: whether rows of an expert may be computed by ranks other than the owner.
+        replicas: replicas of experts if `parallel.spill` is `standing`, otherwise None.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
@@ -77,13 +77,13 @@ class Layouts:
         self.at(self.fixed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which must request pages as well."""
+        """Restore the state of a copy. The copy must request pages, too."""
         vars(self).update(state)
         if self.stash is not None:
             self.stash.ask(self, self.config.dispatch)
 
     def from_config(self) -> LayoutChoice:
-        """Return the choice that the settings define."""
+        """Return the layout choice that the settings define."""
         parallel, place = self.config.parallel, self.place
         r = parallel.r
         if r is None:
@@ -104,9 +104,9 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return how often a token's row may be sent. The configured value comes first.
+        """Return the possible values of `LayoutChoice.send`. The configured value comes first.
 
-        With bounded rows there is a single value, since all slots are sent whether used or not."""
+        With bounded rows, there is a single value, because used and unused slots are sent."""
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
             return [named]
@@ -115,11 +115,11 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which the visited ranks and nodes of tokens are counted."""
+        """Return the values of r for which the ranks and nodes visited by tokens are counted."""
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
-        """Return the axes along which rows that are sent in this way can be divided."""
+        """Return the axes along which rows can be divided with the given value of `send`."""
         axes = self.traits.piece_axes
         return axes if send == "rows" else tuple(
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
@@ -149,7 +149,7 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout without an all-to-all, which gathers experts from other ranks if any."""
+        """Return a layout without an all-to-all. If there are several ranks, it gathers experts."""
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -157,7 +157,7 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout that exchanges rows, and that borrows experts if rows spill."""
+        """Return a layout that exchanges rows and that borrows experts if rows spill."""
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -173,7 +173,7 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the dispatcher class. Sending per node needs several nodes with several ranks."""
+        """Return the dispatcher class. `nodes` requires several nodes with several ranks each."""
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
@@ -200,13 +200,13 @@ class Layouts:
             self._check_stash(choice)
         if choice.r not in legal and not (size == 1 and choice.r == 0):
             raise ValueError(
-                f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "
+                f"parallel.r={choice.r} is not possible with {place.experts} experts on {size} "
                 f"expert-parallel ranks. Choose one of {legal}; the nearest is "
                 f"{min(legal, key=lambda r: abs(r - choice.r))}")
         if choice.gather_tokens and (not self.gathers_tokens or choice.r != place.shards):
             raise ValueError(
-                f"gather_tokens with r={choice.r} does not fit {size} expert-parallel ranks, "
-                f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
+                f"gather_tokens with r={choice.r} is not possible on {size} expert-parallel ranks "
+                f"with dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
                 f"{self.config.parallel.replicas}. Set gather_tokens to False, or use r="
                 f"{place.shards} with 'ragged' or 'padded' and one replica")
         if not self.traits.supports_pieces and (choice.d > 1 or choice.backward_d > 1):
@@ -254,7 +254,7 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of a call, or of earlier steps (`standing`)."""
+        """Return a planner that uses the loads of the call or, for `standing`, of earlier steps."""
         comm, probe = self.place.comm, self.experts.anchor
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),

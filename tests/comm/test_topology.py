@@ -46,7 +46,7 @@ def test_other_bad_values() -> None:
         Topology(((0,),), nics=0)
     with pytest.raises(ValueError, match="ranks per node=0"):
         Topology.uniform(4, 0)
-    with pytest.raises(ValueError, match="topology of 3 ranks does not fit"):
+    with pytest.raises(ValueError, match="topology of 3 ranks cannot be used"):
         LocalComm().prepare(Topology.one_node(3))
 
 

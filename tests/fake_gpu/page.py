@@ -67,14 +67,14 @@ Some calls wait more than the tables show. The first call of a layer agrees on m
 2, 4, 8, ..., 256 compare the experts of ranks, with one wait each. Trials of `auto` (layouts,
 exchanges) wait to measure. A CPU has nothing to wait for, and uses counts directly.
 
-**Missing waits.** `test_races.py` there finds code that waits too little, without a GPU. It uses
-fake streams and events, every access of a kernel or a copy, and the order between them. It runs
-exchanges in pieces, pages, borrowed experts, gradient hooks, and activations, experts and weights
-in other memory. It shows that no access races with another, that no memory is given back while it
-is in use, and that the host reads no copy before it is complete.
+**Missing waits.** `tests/fake_gpu/test_races.py` finds code that waits too little, without a GPU.
+It uses fake streams and events, every access of a kernel or a copy, and the order between them. It
+runs exchanges in pieces, pages, borrowed experts, gradient hooks, and activations, experts and
+weights in other memory. It shows that no access races with another, that no memory is released
+while it is in use, and that the host reads no copy before it is complete.
 
-To check the tests themselves, waits were left out of the package one at a time. Events of the wrong
-stream and a forgotten `record_stream` were tried too. Each fault was found. The tests do not see
+To check the tests, waits were removed from the package one at a time. Events of the wrong
+stream and a missing `record_stream` were also tried. Each fault was found. The tests do not see
 what happens inside a kernel or between ranks. The usual run tests pairs of settings. `bash
 scripts/test.sh --all tests/fake_gpu` also tests every cell of the tables below.
 """
@@ -94,13 +94,12 @@ The same device, with the streams and events of a GPU, shows three things:
   is current.
 * Layers that a CUDA graph can capture do nothing that a capture forbids. This is tested in a faked
   capture. All their streams are joined again.
-* Numbers do not depend on order. The work of streams is done later, in an order
-  drawn from a seed among the orders that streams and events allow. Memory that is given back is
-  overwritten. Under each seed, the layer's numbers over ranks equal the dense reference, with
-  exchanges in pieces, spilled rows and pages. Copies of activations, weights and experts contain
-  the right values. Without the layer's waits, or without the records of who uses memory, they do
-  not. The usual run has 2 seeds and part of the cells. `bash scripts/test.sh --all
-  tests/fake_gpu` has 20 seeds and all cells.
+* Numbers do not depend on order. The work of streams is done later, in an order drawn from a seed
+  among the orders that streams and events allow. Memory that is released is overwritten. Under each
+  seed, the layer's numbers over ranks equal the dense reference, with exchanges in pieces, spilled
+  rows and pages. Copies of activations, weights and experts contain the right values. If the
+  layer's waits or the records of memory use are removed, the tests fail. The usual run has 2 seeds
+  and part of the cells. `bash scripts/test.sh --all tests/fake_gpu` has 20 seeds and all cells.
 
 No fake device can show what happens inside kernels and how long anything takes. It also cannot show
 that NCCL, the driver and the allocators behave as modelled here.

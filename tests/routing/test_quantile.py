@@ -135,7 +135,7 @@ def test_what_does_not_move_it() -> None:
         router(x)
         finish_step(router)
         assert not router.bias_E.any() and not router.passes_E.any()
-    with pytest.raises(ValueError, match="QuantileRouter of .* does not fit votes"):
+    with pytest.raises(ValueError, match="QuantileRouter of .* cannot be used with votes"):
         refuse_reported_loads(torch.nn.ModuleList([every]))
     with pytest.raises(ValueError, match=r"router.quantile_ema=1.0 .* \[0, 1\)"):
         make(1, quantile_ema=1.0)

@@ -218,7 +218,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
 
     file = tmp_path / "nodes.yaml"
     file.write_text("nodes: [[0, 1], [2]]")
-    with pytest.raises(ValueError, match="topology of 3 ranks does not fit"):
+    with pytest.raises(ValueError, match="topology of 3 ranks cannot be used"):
         run_simulated(4, rank)
     with pytest.raises(ValueError, match="unknown all_to_all 'fastest'; known: 2dh, auto"):
         run_simulated(2, lambda comm: prepare(comm, CommConfig(all_to_all="fastest")))

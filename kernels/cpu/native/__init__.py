@@ -1,1 +1,3 @@
-"""Passes over experts' inner values in C, compiled on the machine that runs them."""
+"""Passes over the experts' inner values, written in C and compiled on the machine that runs
+them.
+"""

@@ -1,7 +1,8 @@
-"""Compile this folder's C code for the processor, once per machine and user, and load it.
+"""Compilation of the C code in this folder for the processor, once per machine and user, and
+loading of the result.
 
-If this is not possible (no compiler, another processor), torch's operations are used, and
-`moe-plugin doctor` reports the reason.
+If this is not possible (because there is no compiler, or the processor is not supported), torch's
+operations are used, and `moe-plugin doctor` reports the reason.
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """The functions cannot be compiled or run on this machine; the text contains the reason."""
+    """Raised if the functions cannot be compiled or run on this machine. The message contains the
+    reason.
+    """
 
 
 @functools.cache
 def library(source: str, *defines: str) -> ctypes.CDLL | str:
-    """Return the functions of a source file of this folder, or the reason why they are unavailable.
+    """Return the functions of a source file in this folder, or the reason why they are unavailable.
 
-    A failing compiler is reported as a warning.
+    A failure of the compiler is reported as a warning.
 
-    defines: preprocessor definitions `NAME=value`.
+    defines: preprocessor definitions in the form `NAME=value`.
     """
     try:
         loaded = _loaded(SOURCES / source, compiler_command(defines))
@@ -72,7 +75,9 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
 
 
 def why_not(source: str, *defines: str) -> str | None:
-    """Return why `library` has no such functions, or None if it has."""
+    """Return the reason why `library` does not contain these functions, or None if it contains
+    them.
+    """
     functions = library(source, *defines)
     return functions if isinstance(functions, str) else None
 
@@ -81,10 +86,10 @@ def processor_options(machine: str, capability: str, flags: Collection[str]) -> 
     """Return the compiler options for a processor.
 
     Args:
-        machine: machine name reported by `platform.machine`.
-        capability: capability name reported by torch.
-        flags: processor flags reported by Linux.
-    Raises: Unavailable: the processor is untested, or has no vector instructions.
+        machine: machine name that `platform.machine` reports.
+        capability: name of the CPU capability that torch reports.
+        flags: processor flags that Linux reports.
+    Raises: Unavailable: If the processor has not been tested or has no vector instructions.
     """
     if sys.platform != "linux" or machine != "x86_64":
         raise Unavailable(f"it supports only Linux on x86_64, and this is {sys.platform} on "
@@ -96,9 +101,10 @@ def processor_options(machine: str, capability: str, flags: Collection[str]) -> 
 
 
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """Return the command of the C compiler: `CC`, or else the first of `COMPILERS`.
+    """Return the command of the C compiler, which is `CC` if it is set, otherwise the first
+    available entry of `COMPILERS`.
 
-    Raises: Unavailable: no compiler was found.
+    Raises: Unavailable: If no compiler was found.
     """
     try:
         named = shlex.split(environment.get("CC", ""))
@@ -127,9 +133,9 @@ def _flags() -> set[str]:
 
 
 def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
-    """Load the library that a command compiles from a source on this processor.
+    """Load the library that a command compiles from a source file on this processor.
 
-    The library is compiled unless a usable library is cached.
+    The library is compiled unless there is a usable library in the cache.
     """
     texts = [path.read_text() for path in (source, *sorted(SOURCES.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *sorted(_flags()), *texts]).encode()).hexdigest()
@@ -157,7 +163,7 @@ def run_compiler(command: list[str]) -> None:
     """Run the compiler.
 
     Raises:
-        OSError: the compiler fails, or takes longer than `TIMEOUT`.
+        OSError: If the compiler fails, or takes longer than `TIMEOUT`.
     """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           start_new_session=True) as started:
@@ -171,7 +177,9 @@ def run_compiler(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder for compiled code. No other user may have write access to it."""
+    """Return the folder in which compiled code is stored. No other user may have write access to
+    this folder.
+    """
     try:
         folder = cache_home() / "native"
     except RuntimeError as error:  # the user has no home directory

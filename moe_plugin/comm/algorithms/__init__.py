@@ -1,4 +1,5 @@
-"""All-to-all algorithms by name. Each is an `Exchange` with the same result as `Comm.all_to_all`.
+"""A registry of all-to-all algorithms by name. Each algorithm is an `Exchange` with the same result
+as `Comm.all_to_all`.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
-"""Leader all-to-all (HetuMoE): one rank of each node sends the data of all its ranks. The
-algorithm suits nodes with one network card.
+"""Leader all-to-all (HetuMoE), in which one rank of each node sends the data of all ranks on the
+node. The algorithm is suitable for nodes with one network card.
 
 With n ranks, m ranks per node and S bytes per rank, the algorithm gathers a node's buffers on its
 leader, orders them by destination node, exchanges them among leaders (n/m - 1 messages of m^2 * S/n
@@ -23,7 +23,7 @@ from moe_plugin.comm.topology import Topology
 
 @dataclass(frozen=True)
 class _Node:
-    """The counts that a leader needs.
+    """The numbers of rows that a leader needs to know.
 
     Attributes:
         send: for each rank of the node, the number of rows that it sends to every rank of the
@@ -39,12 +39,12 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Send through one rank per node: few large messages between nodes, and a gather and a scatter
-    within each node.
+    """An exchange that sends through one rank per node: there are few large messages between nodes,
+    and a gather and a scatter within each node.
 
-    Pieces and nodes may have different sizes, and ranks may be in any order. With pieces of
-    different sizes, each rank also sends one small message of counts to its leader. `Comm.prepare`
-    must have been called.
+    Pieces and nodes may have different sizes, and ranks may be in any order. If pieces have
+    different sizes, each rank also sends one small message with its row counts to its leader.
+    `Comm.prepare` must have been called.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -66,9 +66,9 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange equal pieces between equal nodes in rank order.
+    """Exchange equal pieces between nodes of equal size whose ranks are numbered in order.
 
-    This case needs only two strided copies on leaders, and no lists of lengths.
+    This case needs only two strided copies on leaders, and no lists of piece lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
@@ -93,7 +93,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
             even: bool) -> _Node | None:
-    """Return the counts of the node's ranks on leaders, and None on other ranks."""
+    """Return the row counts of the node's ranks on leaders, and None on other ranks."""
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None
@@ -118,7 +118,8 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
     """Exchange rows between the leaders of all nodes.
 
     Returns:
-        Rows ordered by (source node, source rank on it, destination rank on this node).
+        The received rows, ordered by (source node, source rank on this node, destination rank on
+        the own node).
     """
     node = list(counts.send)
     lengths = [length for rank in node for length in counts.send[rank]]
@@ -141,7 +142,9 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
 
 
 def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
-    """Order rows by (destination rank on this node, source rank), and send them to these ranks."""
+    """Order the rows by (destination rank on this node, source rank), and send them to the
+    destination ranks.
+    """
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]

@@ -1,12 +1,12 @@
-"""Two-dimensional hierarchical all-to-all (2DH, Tutel): first within each node, then between ranks
-of equal local rank.
+"""Two-dimensional hierarchical all-to-all (2DH, Tutel), which exchanges data first within each
+node, and then between ranks of equal local rank.
 
-Let there be n ranks, m ranks per node and S bytes per rank. Phase 1 collects on local rank l all
-data that its node sends to local rank l of any node, with messages of S/m bytes within the node.
-Phase 2 sends each of these collections to its destination node, with n/m - 1 messages of S*m/n
-bytes instead of n - m messages of S/n bytes. These numbers are for nodes of equal size. With nodes
-of different sizes, rows for local rank j of another node are sent through local rank j mod m, so
-that every rank still sends at most one message to each rank for which it collects.
+Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank l collects all data
+that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
+phase 2, each of these collections is sent to its destination node, with n/m - 1 messages of S*m/n
+bytes instead of n - m messages of S/n bytes. These numbers apply to nodes of equal size. If nodes
+have different sizes, rows for local rank j of a different node are sent through local rank j mod m,
+so every rank still sends at most one message to each rank for which it collects.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from moe_plugin.comm.topology import Topology
 @algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Every rank sends directly to every rank; on gloo with messages whose receives are all posted
-    first.
+    """An exchange in which every rank sends directly to every rank. On gloo it uses messages whose
+    receives are all posted first.
 
-    Gloo's own all-to-all queues a peer's ready signal behind bulk data, which is slow if pieces
-    differ in size. Posting all receives first avoids this problem, supports any dtype, and allows
-    an error to name the peer. NCCL's own all-to-all is already a single grouped call.
+    In gloo's own all-to-all, the ready signal of a peer waits behind bulk data, which is slow if
+    pieces differ in size. Posting all receives first avoids this problem, supports any dtype, and
+    allows an error message to name the peer. NCCL's own all-to-all is already a single grouped
+    call.
     """
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
@@ -48,18 +49,20 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 @algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """Every rank sends directly to every rank, always with the backend's own all-to-all."""
+    """An exchange in which every rank sends directly to every rank, always with the backend's own
+    all-to-all.
+    """
     return comm.all_to_all(x, send, recv)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Lengths of one exchange.
+    """The numbers of rows in one exchange.
 
     Attributes:
-        served: for each rank of this node, the destinations for which it collects rows.
-        counts: for each rank of this node, its number of rows for each destination for which this
-            rank collects.
+        served: for each rank of this node, the destinations for which that rank collects rows.
+        counts: for each rank of this node, the number of its rows for each destination for which
+            this rank collects rows.
     """
 
     served: dict[int, list[int]]
@@ -69,12 +72,12 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """Exchange first within the node by destination, then between nodes: few large messages on all
-    network cards.
+    """An exchange first within the node by destination, and then between nodes: few large messages
+    use all network cards.
 
     Pieces and nodes may have different sizes, and ranks may be in any order. Pieces of different
-    sizes need an additional small exchange of counts within the node. `Comm.prepare` must have been
-    called.
+    sizes require an additional small exchange of row counts within the node. `Comm.prepare` must
+    have been called.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -88,9 +91,9 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange equal pieces between equal nodes in rank order.
+    """Exchange equal pieces between nodes of equal size whose ranks are numbered in order.
 
-    This case needs only two strided copies, and no lists of lengths.
+    This case needs only two strided copies, and no lists of piece lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)
@@ -105,8 +108,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 
 def _via(topology: Topology, node: Sequence[int], destination: int) -> int:
-    """Return the rank of `node` that collects rows for a destination: the same local rank, if it
-    exists.
+    """Return the rank of `node` that collects rows for a destination: the rank with the same local
+    rank, if it exists.
     """
     return node[topology.local_of[destination] % len(node)]
 
@@ -133,7 +136,9 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
 
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
-    """Run phase 1. Returns rows ordered by (collected destination, rank of this node)."""
+    """Run phase 1. The result contains the rows ordered by (collected destination, rank of this
+    node).
+    """
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]
@@ -147,7 +152,7 @@ def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
 
 def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
              plan: _Plan) -> Tensor:
-    """Run phase 2. Returns pieces in rank order."""
+    """Run phase 2. The result contains the pieces in rank order."""
     destinations = plan.served[comm.rank]
     lengths = [
         sum(column) for column in zip(*(plan.counts[rank] for rank in plan.served), strict=True)

@@ -1,1 +1,3 @@
-"""Routers, one file each. They register by name in `moe_plugin.routing.registry`."""
+"""Routers, with one module for each kind. The routers are registered by name in
+`moe_plugin.routing.registry`.
+"""

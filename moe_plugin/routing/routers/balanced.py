@@ -17,13 +17,13 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("sinkhorn")
 class SinkhornRouter(Router):
-    """The k largest entries of the balanced plan of exp(logits) in training, else the k largest
-    scores.
+    """A router that chooses the k largest entries of the balanced plan of exp(logits) in training,
+    and the k largest scores otherwise.
 
-    The plan scales rows (tokens) and columns (experts) alternately, `sinkhorn_rounds` times, over
-    this rank's real tokens. The weights are the sigmoid of the logit for k = 1, and the softmax
-    over all experts for k > 1, not divided by their sum. Source: Clark et al., 2022 (S-BASE);
-    weights as in Megatron-core.
+    The plan is computed by scaling rows (tokens) and columns (experts) alternately,
+    `sinkhorn_rounds` times, over the real tokens of this rank. For k = 1 the weight is the sigmoid
+    of the logit. For k > 1 the weights are the softmax over all experts, which are not divided by
+    their sum. Source: Clark et al., 2022 (S-BASE); weights as in Megatron-core.
     """
 
     reads = SEVERAL | {"sinkhorn_rounds"}
@@ -32,7 +32,7 @@ class SinkhornRouter(Router):
     score_name = "softmax"
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose by the plan in training; see `Router.select`."""
+        """Choose experts by the plan in training; see `Router.select`."""
         if self.training:
             return top_k_stable(log_plan(call.logits_TE.detach(), call.real_T,
                                          self.config.sinkhorn_rounds), call.k)
@@ -48,16 +48,17 @@ def _scores(call: RoutingCall) -> Tensor:
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Return the logarithm [T, E] of the plan with columns that sum to 1/E and rows that tend to
-    1/S.
+    """Return the logarithm [T, E] of the plan, whose columns sum to 1/E and whose row sums converge
+    to 1/S.
 
-    S is the number of real tokens. Logarithms allow logits of any size. The number of rounds is
-    fixed, because a convergence test would make the host wait for the device.
+    S is the number of real tokens. The computation uses logarithms, which allow logits of any size.
+    The number of rounds is fixed, because a convergence test would make the host wait for the
+    device.
 
     Args:
-        logits_TE: float, without gradient.
-        mask_T: bool, True for real tokens.
-        rounds: number of rounds of scaling.
+        logits_TE: float tensor without gradient.
+        mask_T: bool, True for tokens that are not padding.
+        rounds: number of rounds in which rows and columns are scaled.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)
     plan_TE = torch.where(mask_T[:, None], logits_TE, torch.zeros_like(logits_TE))
@@ -76,14 +77,15 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
 
 @routers.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Each expert chooses the ceil(n k / E) tokens with the highest scores of this rank's n real
-    tokens.
+    """Each expert chooses the `ceil(n k / E)` tokens with the highest scores among the n real
+    tokens of this rank.
 
-    The scores are p = softmax over experts, and also weigh the choices. The load is balanced by
-    construction. A token has between 0 and E experts, `top_k` on average. Among equal scores the
-    earlier token wins. An expert sees all tokens of a call before it chooses, so do not use this
-    router if a token must not depend on later tokens. Otherwise a language model would make other
-    choices in generation than in training. Source: Zhou et al., 2022.
+    The scores p are the softmax over experts, and are also the weights of the choices. The load is
+    always balanced, because each expert chooses the same number of tokens. A token has between 0
+    and E experts, and `top_k` on average. If scores are equal, the earlier token is chosen. An
+    expert sees all tokens of a call before it chooses, so do not use this router if a token must
+    not depend on later tokens. Otherwise the choices of a language model in generation would differ
+    from its choices in training. Source: Zhou et al., 2022.
     """
 
     reads = SEVERAL
@@ -93,7 +95,7 @@ class ExpertChoiceRouter(Router):
     score_name = "softmax"
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Return up to E choices per token, the likeliest first; see `Router.select`."""
+        """Return up to E choices per token, with the likeliest first; see `Router.select`."""
         probs_TE, real_T = call.scores_TE.detach(), call.real_T
         # Ranks of tokens are compared with a number on the device. `topk` would need the number of
         # real tokens on the host, which would have to wait for the device.
@@ -109,5 +111,5 @@ class ExpertChoiceRouter(Router):
         return ids_TE.masked_fill(value_TE < 0, -1)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return p; see `Router.weigh`."""
+        """Return the scores p; see `Router.weigh`."""
         return call.scores_TE.gather(1, ids_TK.clamp(min=0))

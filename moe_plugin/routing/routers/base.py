@@ -1,4 +1,4 @@
-"""`Router`: the code that all routers share, from logits in float32 to the finished `Routing`."""
+"""`Router`, the code that all routers share, from float32 logits to the finished `Routing`."""
 
 from __future__ import annotations
 
@@ -38,33 +38,32 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base class of the provided routers: the k experts with the largest scores, computed by four
-    hooks.
+    """Base class of the provided routers: four hooks choose the k experts with the largest scores.
 
     A subclass overrides the hooks `scores`, `select`, `weigh` and `after_choice`, and `build` if it
-    has parameters or buffers other than `weight_ED`. Routing is computed in float32 for any dtype
-    of the layer, outside autocast (in float64 for a float64 input). With `router.fp32` the
-    parameters stay at least float32 when the model is cast (`half()`, `to(dtype)`, a host).
+    has parameters or buffers other than `weight_ED`. Routing is computed outside autocast in
+    float32 for any dtype of the layer (in float64 for a float64 input). With `router.fp32` the
+    parameters stay in at least float32 when the model is cast (`half()`, `to(dtype)`, a host).
 
     Attributes:
-        own_losses: losses that this router can compute and some other routers cannot.
-        only_noisy: losses that are defined only if noise was added.
+        own_losses: names of losses that this router can compute and some other routers cannot.
+        only_noisy: losses that are defined only if noise has been added.
         adds_noise: whether `router.noise` is added to the logits.
-        leaves_none: declares that `select` always chooses k experts, never -1. A class that
-            overrides `select` without this declaration may return -1.
-        multiplies_in_blocks: whether all matmuls of the router are those of `Router.scores`.
-        score: the score function.
-        noise: standard deviation of the logits' noise in training.
+        leaves_none: declaration that `select` always chooses k experts, and never -1. In a class
+            that overrides `select` without this declaration, `select` may return -1.
+        multiplies_in_blocks: whether all matmuls of the router are the matmuls of `Router.scores`.
+        score: the function that converts logits to scores.
+        noise: standard deviation of the noise that is added to the logits in training.
         divides: whether weights are divided by their sum before capacity drops choices.
-        divides_one: whether the weight of a single choice is also divided.
-        layer_config: settings of the layer.
-        config: the settings `router` of the layer.
-        comm: the ranks that store the experts.
+        divides_one: whether weights are also divided if a token has only a single choice.
+        layer_config: all settings of the layer.
+        config: the section `router` of the layer's settings.
+        comm: group of the ranks that store the experts.
         weight_ED: the linear map from tokens to logits, or None.
         logit_bias_E: the learned bias of the logits (`router.bias`), or None.
-        adapted: whether an adapter trains the router, see `note_adapter`.
-        forced: optional callable that replaces `select`. It returns experts, int64 [T, K], or None
-            to use `select`. See `moe_plugin.routing.rollouts`.
+        adapted: whether an adapter trains the router; see `note_adapter`.
+        forced: optional callable that is used in place of `select`. The callable returns experts,
+            int64 [T, K], or None if `select` must be used. See `moe_plugin.routing.rollouts`.
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
@@ -125,14 +124,12 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def batch_comm(self) -> Comm:
-        """All data-parallel ranks that share the batch of a step."""
+        """The group of all data-parallel ranks that share the batch of a step."""
         return self.comm if self.host.batch_comm is None else self.host.batch_comm
 
     @property
     def step_comm(self) -> Comm:
-        """The ranks that add their counts at the end of a step, including other expert-parallel
-        groups.
-        """
+        """The ranks, of all expert-parallel groups, that add their counts at the end of a step."""
         return self.host.batch_comm or self.all_ranks or self.comm
 
     def _check_losses(self) -> None:
@@ -168,14 +165,13 @@ class Router(BuffersKeepDtype, RouterModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
-        """Move parameters to the meta device. Buffers stay, because nothing computes them again."""
+        """Move parameters to the meta device, but not buffers, whose values could not be restored.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and `logit_bias_E`. Subclasses may create other parameters and
-        buffers.
-        """
+        """Create `weight_ED` and `logit_bias_E`. Subclasses may create further tensors."""
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
         if self.config.bias:
@@ -183,7 +179,7 @@ class Router(BuffersKeepDtype, RouterModule):
                 torch.empty(self.num_experts, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Draw `weight_ED` from the Xavier uniform distribution, and set the bias to zero."""
+        """Subclasses may create further parameters and buffers."""
         if self.weight_ED is not None:
             xavier_(self.weight_ED)
         if self.logit_bias_E is not None:
@@ -191,11 +187,11 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens; the arguments are those of `RouterModule.forward`.
+        """Route tokens with the arguments of `RouterModule.forward`.
 
         Raises:
-            ValueError: top_k is outside 1..E or differs from the router's fixed number, or required
-                token information is missing or invalid.
+            ValueError: If `top_k` is outside 1..E or differs from the router's fixed number, or if
+                required token information is missing or invalid.
         """
         k = self.top_k if top_k is None else self._checked(top_k)
         call = RoutingCall(
@@ -219,7 +215,8 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """Call the hooks in order. x_TD: tokens with padding set to 0, after jitter and dropout."""
+        """Call the four hooks in order. x_TD: tokens after jitter and dropout, with padding at 0.
+        """
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
@@ -242,14 +239,15 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Hook: return the logits [T, E] in float32 or float64. The default uses `weight_ED` and
-        `router.noise`.
+        """Hook that returns the logits [T, E] in float32 or float64. The default implementation
+        uses `weight_ED` and `router.noise`.
 
-        If the scores are not the score function of the logits, also set `call.scores_TE`.
+        If the scores are not the score function of the logits, the hook must also set
+        `call.scores_TE`.
 
         Args:
-            x_TD: tokens of any float dtype.
-            call: contains `mask_T`, `k`, `info` and `noise`.
+            x_TD: tokens of any floating-point dtype.
+            call: data of the call, which contains `mask_T`, `k`, `info` and `noise`.
         """
         if self.layer_config.batch_invariant:
             dtype = accumulate_dtype(x_TD.dtype)
@@ -261,20 +259,22 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Hook: return the chosen experts, int64 [T, K], with -1 for no expert. The default chooses
-        the k largest scores, ties going to the lower index. Recomputations and replays repeat a
-        choice without this hook.
+        """Hook that returns the chosen experts, int64 [T, K], with -1 for no expert. The default
+        implementation chooses the k largest scores, and ties go to the lower index. Recomputations
+        and replays repeat a choice without calling this hook.
         """
         return call.choose()
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Hook: return the weights [T, K] of chosen experts, differentiable. The default uses their
-        scores, divided by their sum as `router.normalize` requires.
+        """Hook that returns the weights [T, K] of the chosen experts and supports autograd. The
+        default implementation uses the scores of the experts, divided by their sum if
+        `router.normalize` requires it.
         """
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook: act on a choice (`call.ids_TK`), and return the remaining choices, int64 [T, K].
+        """Hook that is called after a choice (`call.ids_TK`) and returns the remaining choices,
+        int64 [T, K].
 
         weights_TK: the weights that `weigh` returned.
         """
@@ -282,7 +282,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def top_k(self) -> int:
-        """Experts per token of a call without its own number."""
+        """The number of experts per token for a call that does not set it."""
         if self.schedule is not None:
             check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
                   "empty in a CUDA graph, which repeats one number of experts",
@@ -308,18 +308,20 @@ class Router(BuffersKeepDtype, RouterModule):
             _check_sequences(info, tokens)
 
     def noisy(self, clean_TE: Tensor, call: RoutingCall) -> Tensor:
-        """Return the logits [T, E] with the noise of the call."""
+        """Return the logits [T, E], to which the noise of the call has been added."""
         if not call.noise:
             return clean_TE
         call.clean_TE = clean_TE
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """Apply input dropout to x_TD and multiply by U[1-j, 1+j], at least in float32.
+        """Apply input dropout to `x_TD` and multiply it by random numbers from U[1-j, 1+j], in at
+        least float32.
 
-        Both use the device's default generator, which a checkpoint resets for its recomputation,
-        and which has the same state on ranks with the same tokens. Source: Switch Transformers
-        (Fedus et al., 2021), exploration strategies "input dropout" and "input jitter".
+        Both use the device's default random generator, which a checkpoint resets for its
+        recomputation, and which has the same state on ranks with the same tokens. Source: Switch
+        Transformers (Fedus et al., 2021), exploration strategies "input dropout" and "input
+        jitter".
         """
         jitter, dropout = self.config.input_jitter, self.config.input_dropout
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
@@ -328,7 +330,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter) if jitter else x_TD
 
     def one_pass(self) -> bool:
-        """Return whether one kernel computes choice, weights and sums."""
+        """Return true if one kernel computes choices, weights and sums."""
         # torch.compile fuses the single steps: topk with its losses compiles to about as many loops
         # as the kernel has (torch 2.13 on CPU). Also, torch 2.6 cannot trace the kernel's autograd
         # function, because it calls `set_materialize_grads`.
@@ -350,7 +352,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.step_load_E.clone()  # a copy, because the next pass adds to the buffer
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
-        """Remove the choices of padding, scale the weights, and compute losses and entropy."""
+        """Remove the choices of padding tokens, scale weights, and compute losses and entropy."""
         mask_T, counted = call.mask_T, ids_TK is call.ids_TK
         priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
         if self.config.batch_prioritized and priority_T is None:
@@ -372,8 +374,7 @@ class Router(BuffersKeepDtype, RouterModule):
                        if counted else None)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the configured losses of a call, without losses that require noise if there was no
-        noise.
+        """Return the configured losses of a call. Without noise, leave out those that require it.
         """
         noisy = call.noise or call.deviation_TE is not None
         values = {}
@@ -384,15 +385,14 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def frozen(self) -> bool:
-        """Whether no parameter is trained. Biases and temperatures of a frozen router do not change
-        either.
+        """True if no parameter is trained. The biases and temperatures of a frozen router do not
+        change either.
         """
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Note whether an adapter trains `weight_ED`. Some adapters (peft) do so only inside a
-        call.
-        """
+        """Record whether an adapter trains `weight_ED`, which peft's adapters do only inside a
+        call."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
@@ -427,7 +427,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn`, for `Module._apply`, so that results with fewer bits become float32."""
+    """Wrap `fn` for `Module._apply`, so that results with fewer bits are converted to float32."""
 
     def apply(tensor: Tensor) -> Tensor:
         made = fn(tensor)
@@ -438,6 +438,6 @@ def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def xavier_(weight_ED: Tensor) -> None:
-    """Fill weight_ED with values from the Xavier uniform distribution, drawn in float32."""
+    """Fill `weight_ED` from the Xavier uniform distribution, with values drawn in float32."""
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

@@ -1,15 +1,17 @@
-"""BASE router: every expert gets the same number of tokens, assigned by an auction.
+"""The assignment of the BASE router, which gives every expert the same number of tokens by an
+auction.
 
-In each round, every token without an expert bids for the expert with the largest v(t, e) - p_e. The
-bid exceeds the price by the difference to the second best expert plus epsilon. An expert with n
-slots keeps its n highest bids, and its price becomes the lowest of these bids (Bertsekas and
-Castanon 1989: auction for similar objects). All tokens bid at once, on the scores' device. When
-every slot is taken, the sum of the chosen scores is at most epsilon per token below the largest
-possible sum. This bound holds for any initial prices, so the auction starts at prices of equal soft
-demand. All functions are pure, without gradient, and use float32 (float64 for float64 scores).
+In each round, every token without an expert bids for the expert with the largest value of `v(t, e)
+- p_e`. The bid exceeds the price by the difference to the second best expert, plus epsilon. An
+expert with n slots keeps the n highest bids, and its price becomes the lowest of these bids
+(Bertsekas and Castanon 1989: auction for similar objects). All tokens bid at the same time, on the
+device of the scores. When every slot is occupied, the sum of the chosen scores is at most epsilon
+per token below the largest possible sum. This bound holds for any initial prices, so the auction
+starts at prices at which the soft demand for all experts is equal. All functions in this module are
+pure, have no gradient, and compute in float32 (float64 for float64 scores).
 
-4,096 normal scores for 64 experts need about 60 rounds, and the loss is far below the bound: 1e-6
-of the spread per token.
+For example, 4,096 tokens with normally distributed scores for 64 experts need about 60 rounds, and
+the loss of total score is far below the bound: 1e-6 of the spread per token.
 """
 
 from __future__ import annotations
@@ -37,16 +39,18 @@ LARGEST = 1e18  # scores up to here have finite sums and differences in float32
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """Return the expert of each token, int64 [T], with at most ceil(T / E) tokens per expert.
+    """Return the expert of each token, int64 [T], such that each expert has at most ceil(T / E)
+    tokens.
 
-    The sum of the chosen scores is the largest possible sum, up to `EPSILON` times the spread
-    (largest minus smallest score) per token. If E does not divide T, dummy tokens with score 0 are
-    added, which count as tokens in this bound. Source of the problem: BASE layers (Lewis et al.,
-    2021), which also solve it by an auction.
+    The sum of the chosen scores is the largest possible sum, up to an error of `EPSILON` times the
+    spread (largest minus smallest score) per token. If E does not divide T, dummy tokens with score
+    0 are added, which are counted as tokens in this bound. Source of the problem: BASE layers
+    (Lewis et al., 2021), which also solve it by an auction.
 
     Args:
-        scores_TE: float. NaN counts as 0. +Inf and -Inf count as finite values one spread above the
-            largest and below the smallest finite score. The assignment is always balanced.
+        scores_TE: float. NaN is treated as 0. +Inf and -Inf are treated as finite values that are
+            one spread above the largest and below the smallest finite score. The assignment is
+            always balanced.
     """
     tokens, experts = scores_TE.shape
     if experts == 1 or not tokens:
@@ -63,10 +67,11 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _finite(value_TE: Tensor) -> Tensor:
-    """Replace NaN by 0, and infinities by values one spread (at least 1) beyond the finite scores.
+    """Replace NaN with 0, and infinities with values that are one spread (at least 1) beyond the
+    finite scores.
 
-    If a score exceeds `LARGEST`, all scores are scaled down, which changes no assignment. Sums and
-    differences then stay finite.
+    If a score exceeds `LARGEST`, all scores are scaled down, which does not change the assignment.
+    As a result, sums and differences stay finite.
     """
     value_TE = value_TE.nan_to_num(0.0, float("inf"), float("-inf"))
     known_TE = value_TE.masked_fill(value_TE.isinf(), 0)
@@ -80,8 +85,8 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Return prices [E] with about equal demand for all experts, by log-sum-exp demand at falling
-    temperatures.
+    """Return prices [E] at which the demand for all experts is about equal, using log-sum-exp
+    demand at decreasing temperatures.
     """
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
@@ -92,8 +97,8 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return the owner of each token, int64 [N], or -1 for tokens without an owner after the last
-    round.
+    """Return the expert that owns each token, int64 [N], or -1 for tokens without an owner after
+    the last round.
 
     price_E: initial prices.
     """
@@ -119,8 +124,8 @@ def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
 
 
 def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[Tensor, Tensor]:
-    """Let every expert keep its `each` highest bids; return the owners (-1 for rejected tokens) and
-    prices.
+    """Let every expert keep its `each` highest bids. Return the owners (-1 for rejected tokens) and
+    the prices.
     """
     # Two stable sorts order the tokens by expert, and within an expert by falling bid.
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
@@ -138,7 +143,9 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
 
 
 def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
-    """Assign tokens without an expert to the free slots in order, so that loads are always even."""
+    """Assign tokens without an expert to the free slots in order, so that loads are always
+    equal.
+    """
     key_N = torch.where(owner_N < 0, experts, owner_N)
     order_N = torch.argsort(key_N, stable=True)
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=key_N.device).index_add_(
@@ -153,17 +160,18 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """Balanced assignment with the largest total <x, c_e>: every expert gets the same number of
-    tokens.
+    """A router that computes the balanced assignment with the largest total `<x, c_e>`, in which
+    every expert gets the same number of tokens.
 
-    The output is a * expert(x) + (1 - a) * x with a = sigmoid(<x, c_e>). In training each rank
-    sends its tokens to random ranks, so that no assignment problem consists of similar neighbouring
-    tokens only. Every rank assigns the tokens that it received, the same number to each expert, and
-    returns the answers. A rank sends the scores [E] of a token and receives one number, but never
-    sends the token, because the output does not depend on where the token was assigned. This
-    requires two exchanges of data and one of sizes in every training call. Outside training each
-    token uses its nearest expert, without balancing, as in the original. The centroids c_e start
-    orthogonal with gain 0.1. Source: BASE layers (Lewis et al., 2021).
+    The output is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In training each rank
+    sends its tokens to random ranks, so that no assignment problem consists only of similar
+    neighboring tokens. Every rank assigns the tokens that it received, with the same number for
+    each expert, and returns the results. For each token, a rank sends the scores [E] and receives
+    one number. The token itself is never sent, because the output does not depend on the rank on
+    which the token was assigned. This requires two exchanges of data and one exchange of sizes in
+    every training call. Outside training each token uses its nearest expert without balancing, as
+    in the original implementation. The centroids `c_e` are initialized to be orthogonal with gain
+    0.1. Source: BASE layers (Lewis et al., 2021).
     """
 
     reads = SCORED
@@ -173,7 +181,7 @@ class BASERouter(Router):
     score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the centroids, which a host's initialisation does not replace (`keep_init`)."""
+        """Create the centroids, whose initial values are not replaced by a host (`keep_init`)."""
         super().build(dtype, device)
         keep_init(self.weight_ED)
 
@@ -192,21 +200,23 @@ class BASERouter(Router):
         return chosen_T[:, None]
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return a, and set the weight of the token itself; see `Router.weigh`."""
+        """Return the weights `a`, and set the weight of the token itself; see `Router.weigh`."""
         alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
         call.passthrough_T = 1 - alpha_T1[:, 0]
         return alpha_T1
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Assign this rank's tokens, int64 [T], by solving balanced problems of randomly spread tokens.
+    """Assign this rank's tokens, int64 [T], by solving balanced problems whose tokens are randomly
+    distributed over ranks.
 
-    Collective. The shuffled tokens of rank i go to rank i and the following ranks in round-robin
-    order. The numbers that ranks receive therefore differ by at most the number of ranks.
+    Collective. The shuffled tokens of rank i are sent to rank i and the following ranks in
+    round-robin order. The numbers that ranks receive therefore differ by at most the number of
+    ranks.
 
     Args:
         scores_TE: scores, float.
-        comm: ranks that share the tokens.
+        comm: group of ranks that share the tokens.
     """
     tokens, size = scores_TE.shape[0], comm.size
     order_T = torch.randperm(tokens, device=scores_TE.device)

@@ -1,9 +1,9 @@
-"""Routers that account for the cost of links.
+"""Routers that take the cost of links into account.
 
-Experts behind slow links get fewer tokens, or only a bounded share of choices leaves the node. With
-`router.links.visited` both routers prefer experts on nodes that the token's row visits anyway
-(`links.prefer_visited`). This reduces the rows between nodes if a row is sent once to each node
-(`dispatch.send`).
+Experts that are reached through slow links get fewer tokens, or only a bounded fraction of choices
+leaves the node. With `router.links.visited` both routers prefer experts on nodes to which the
+token's row is sent anyway (`links.prefer_visited`). This reduces the number of rows sent between
+nodes if a row is sent once to each node (`dispatch.send`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS = 4  # attempts to find another expert for choices beyond a capacity
 
 
 def _note_nodes(router: Router, device: Any) -> None:
-    """Set `own_node`, and set `nodes_EN` if `router.links.visited` is used (else None)."""
+    """Set `own_node`, and set `nodes_EN` if `router.links.visited` is used (otherwise to None)."""
     comm, links = router.comm, router.config.links
     nodes_EN = None
     if links.visited and len(set(comm.topology.node_of)) > 1:
@@ -45,24 +45,26 @@ def _near_visited(router: Router, call: RoutingCall) -> Tensor:
 
 @routers.register("ta_moe")
 class TAMoERouter(TopKRouter):
-    """Top-k with at most ceil(pair_capacity * k S c_ie) choices of rank i for expert e.
+    """A top-k router in which rank i makes at most `ceil(pair_capacity * k S c_ie)` choices of
+    expert e.
 
-    Here c_ie are the topology-aware shares for the link costs (`router.links`), and S is the number
-    of real tokens of this rank. Choices beyond the capacity are dropped; first choices get slots
-    first, then earlier tokens. `pair_capacity: 0` drops no choice. With `overflow: next`, choices
-    beyond the capacity first move to the token's next best expert with free capacity.
+    Here `c_ie` are the topology-aware fractions of tokens for the link costs (`router.links`), and
+    S is the number of real tokens of this rank. Choices beyond the capacity are dropped. Slots are
+    assigned to first choices first, and then to earlier tokens. With `pair_capacity: 0` no choice
+    is dropped. With `overflow: next`, choices beyond the capacity are first moved to the token's
+    next best expert with free capacity.
 
-    Give the loss `ta_moe` a weight, so that the router learns the shares. This loss works with
-    every router. If all ranks have the same router and tokens of the same kind, no loss can make
+    Set a weight for the loss `ta_moe`, so that the router learns these fractions. The loss `ta_moe`
+    works with every router. If all ranks have the same router and similar tokens, no loss can make
     the router prefer different experts on each rank. In this case only `overflow: next` makes the
-    choices follow the shares. Source: TA-MoE (Chen et al., 2022).
+    choices follow these fractions. Source: TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
     leaves_none = True
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and this rank's shares of the experts."""
+        """Create `weight_ED` and the fractions of this rank's tokens for each expert."""
         super().build(dtype, device)
         shares_E = own_shares(self.layer_config, self.comm)
         self.register_buffer("shares_E", shares_E.to(device), persistent=False)
@@ -73,7 +75,9 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts, or prefer experts on visited nodes; see `Router.select`."""
+        """Choose the k best experts, or prefer experts on nodes to which the token is sent anyway;
+        see `Router.select`.
+        """
         chosen_TK = (super().select(call) if self.nodes_EN is None
                      else call.choose(_near_visited(self, call)))
         if self.config.links.overflow == "drop":
@@ -89,7 +93,8 @@ class TAMoERouter(TopKRouter):
         return (choices * self.shares_E).sub(1e-9).ceil()
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Drop the choices beyond the capacity of a rank and an expert; see `Router.after_choice`.
+        """Drop the choices beyond the capacity of the pair of a rank and an expert; see
+        `Router.after_choice`.
         """
         ids_TK = super().after_choice(call, weights_TK)
         # Padding gets -1 first, so that it uses no slots.
@@ -101,11 +106,11 @@ class TAMoERouter(TopKRouter):
 
 
 def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
-    """Move choices so that as few as possible exceed `most_E`, and return them, int64 [T, K].
+    """Move choices such that as few as possible exceed `most_E`, and return them, int64 [T, K].
 
-    In each round, every choice beyond an expert's capacity moves to the token's best other expert
-    with free capacity. If an expert then has too many choices, the next round moves them on.
-    Choices left over after the last round exceed the capacity.
+    In each round, every choice beyond the capacity of an expert is moved to the best of the token's
+    other experts that have free capacity. If this gives an expert too many choices, the next round
+    moves them again. Choices that cannot be moved after the last round still exceed the capacity.
     """
     experts = scores_TE.shape[1]
     for _ in range(min(experts, ROUNDS)):
@@ -128,16 +133,18 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
 
 @routers.register("topology_quota")
 class TopologyQuotaRouter(Router):
-    """Top-k with at most floor(quota * choices) of this rank's choices leaving its node.
+    """A top-k router in which at most `floor(quota * choices)` of this rank's choices leave its
+    node.
 
-    The choices with the highest scores may leave (in a tie, the earlier token). Any other choice is
-    replaced by the token's best unchosen expert on the node, or dropped if no such expert is left.
-    The group's topology (`comm.topology`) determines which experts are on the node. On a single
-    node this router equals topk. Source: FastMoE (He et al., 2021), topology-aware gate.
+    The choices with the highest scores may leave the node (if scores are equal, the choice of the
+    earlier token). Every other choice that would leave is replaced with the token's best unchosen
+    expert on the node, or dropped if there is no such expert. The group's topology
+    (`comm.topology`) determines which experts are on the node. If there is a single node, this
+    router equals topk. Source: FastMoE (He et al., 2021), topology-aware gate.
 
-    The one-pass kernel is used on a single node only. With several nodes the choice compares the
-    scores of different tokens and may leave choices empty. This requires all scores, which the
-    single steps share and the kernel would compute again.
+    The one-pass kernel is used only if there is a single node. If there are several nodes, the
+    choice compares the scores of different tokens and may be -1. This requires all scores, which
+    the step-by-step computation shares and the kernel would compute again.
     """
 
     reads = BY_SCORE
@@ -152,7 +159,7 @@ class TopologyQuotaRouter(Router):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts, of which few leave the node; see `Router.select`."""
+        """Choose the k best experts such that few choices leave the node; see `Router.select`."""
         if self.leaves_none:
             return call.choose()
         scores_TE, real_T = call.scores_TE.detach(), call.real_T
@@ -166,7 +173,7 @@ class TopologyQuotaRouter(Router):
         return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """Mark the best choices that leave the node, up to the quota."""
+        """Mark the best choices that leave the node, as many as the quota allows."""
         order_N = torch.argsort(
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(

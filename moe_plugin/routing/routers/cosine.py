@@ -1,4 +1,4 @@
-"""Cosine router: scores depend on the direction of a token, not on its length."""
+"""Cosine router, whose scores depend on the direction of a token vector and not on its length."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ SHORT = 1e-4  # vectors up to this length are treated as zero
 
 @routers.register("cosine")
 class CosineRouter(TopKRouter):
-    """A router with logits = exp(min(temperature, log 100)) * cos(P x + b, a_e).
+    """A router with `logits = exp(min(temperature, log 100)) * cos(P x + b, a_e)`.
 
-    Tokens and experts are compared in `cosine_dim` dimensions. P, b, the experts' directions a_e
-    and the temperature (initially log 2) are learned. Everything else is the same as in router
-    topk. Source: Tutel (Hwang et al., 2022), cosine gate; Chi et al., 2022.
+    Tokens and experts are compared in `cosine_dim` dimensions. The projection P, the bias b, the
+    directions `a_e` of the experts and the temperature (initially log 2) are learned. In all other
+    respects this router is the same as the router topk. Source: Tutel (Hwang et al., 2022), cosine
+    gate; Chi et al., 2022.
 
-    The cosine cos(y, a) is the dot product of y / |y| and a / |a|. The cosine is 0, with a zero
-    gradient for y, if |y| <= 1e-4. Otherwise a row of zeros, such as padding without a mask, could
-    get an arbitrarily large gradient.
+    The cosine `cos(y, a)` is the dot product of `y / |y|` and `a / |a|`. If `|y| <= 1e-4`, the
+    cosine is 0 and the gradient for y is zero. Otherwise a row of zeros, such as a padding token
+    without a mask, could get an arbitrarily large gradient.
     """
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}
     multiplies_in_blocks = False
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create projection, bias, directions and temperature, which a host does not initialise
+        """Create the projection, bias, directions and temperature, which a host must not initialize
         again.
         """
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
@@ -50,7 +51,8 @@ class CosineRouter(TopKRouter):
             keep_init(parameter)
 
     def reset_parameters(self) -> None:
-        """Draw a Xavier projection and directions of deviation 0.01; set the temperature to log 2.
+        """Draw the projection from the Xavier distribution and the directions with a standard
+        deviation of 0.01, and set the temperature to log 2.
         """
         xavier_(self.project_PD)
         fill_(self.direction_EP, torch.randn(self.direction_EP.shape) * 0.01)
@@ -59,7 +61,7 @@ class CosineRouter(TopKRouter):
             self.temperature.fill_(START)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return scaled cosines; see `Router.scores`."""
+        """Return the scaled cosines; see `Router.scores`."""
         x_TP = linear_scores(x_TD, self.project_PD)
         dtype = x_TP.dtype
         x_TP = _directions(x_TP + self.project_P.to(dtype))
@@ -69,8 +71,8 @@ class CosineRouter(TopKRouter):
 
 
 def _directions(y_TP: Tensor) -> Tensor:
-    """Return y / |y|, rows of length 1, or zeros without a gradient for rows not longer than
-    `SHORT`.
+    """Return `y / |y|`, whose rows have length 1. For rows not longer than `SHORT`, return zeros
+    without a gradient.
     """
     squared_T1 = y_TP.square().sum(1, keepdim=True)
     # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.

@@ -1,4 +1,4 @@
-"""Dense-to-sparse router: all experts at first, few at the end."""
+"""Dense-to-sparse router, which uses all experts at first and few experts at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("dense_to_sparse")
 class DenseToSparseRouter(Router):
-    """All experts with p >= threshold, where p = softmax((logits + Gumbel noise) / t) and t falls.
+    """A router that chooses all experts with `p >= threshold`, where `p = softmax((logits + Gumbel
+    noise) / t)` and the temperature t decreases.
 
-    A token always uses its best expert, and the weight of a choice is p. The temperature t falls
-    geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer steps. The
-    step is saved with the weights. Outside training there is no noise. Choices are sorted by p.
-    `top_k` has no effect, because a token has up to E choices. Source: EvoMoE (Nie et al., 2021),
-    dense-to-sparse gate.
+    A token always uses its best expert, and the weight of each choice is p. The temperature t
+    decreases geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer
+    steps. The step count is saved with the weights. Outside training no noise is added. Choices are
+    sorted by decreasing p. `top_k` has no effect, because a token has up to E choices. Source: the
+    dense-to-sparse gate of EvoMoE (Nie et al., 2021).
     """
 
     reads = SEVERAL | {"sparsity"}
@@ -37,13 +38,15 @@ class DenseToSparseRouter(Router):
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
 
     def temperature(self) -> Tensor:
-        """Return t at the current step, float64 [1]: start * (end / start)^min(1, step / steps)."""
+        """Return the temperature t at the current step, float64 [1]: `start * (end / start)^min(1,
+        step / steps)`.
+        """
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return the logits, and set p of all experts; see `Router.scores`."""
+        """Return the logits, and set the values p of all experts; see `Router.scores`."""
         logits_TE = noisy_TE = super().scores(x_TD, call)
         if self.training:
             self.note_adapter()
@@ -63,7 +66,7 @@ class DenseToSparseRouter(Router):
         return ids_TE.masked_fill(skipped_TE, -1)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return p; see `Router.weigh`."""
+        """Return the scores p; see `Router.weigh`."""
         return call.scores_TE.gather(1, ids_TK.clamp(min=0))
 
     def finish_step(self) -> None:

@@ -1,6 +1,7 @@
-"""Routers that limit a choice to experts of a few groups, and routers that balance by a bias.
+"""Routers that limit a choice to the experts of a few groups, and routers that balance the load
+with a bias.
 
-The bias is added to each expert's score and affects only the choice.
+The bias is added to each expert's score, but affects only the choice and not the weight.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 @routers.register("group_limited")
 class GroupLimitedRouter(Router):
-    """The k best experts of the `group_top_k` best of `groups` groups of consecutive experts.
+    """A router that chooses the k best experts in the `group_top_k` best of `groups` groups of
+    consecutive experts.
 
-    The score of a group is the sum of its best `group_scores` scores (0 selects max(1, k //
-    group_top_k) scores). Source: node-limited routing of DeepSeek-V2 (1 score) and V3 (2 scores;
-    2024). For the form of V3, use router sigmoid_bias with groups.
+    The score of a group is the sum of the best `group_scores` scores in the group (0 means `max(1,
+    k // group_top_k)` scores). Source: node-limited routing of DeepSeek-V2 (1 score) and V3 (2
+    scores),
+    2024. For the variant of V3, use the router sigmoid_bias with groups.
 
     Attributes:
         groups_needed: whether `router.groups` must be set.
@@ -41,11 +44,11 @@ class GroupLimitedRouter(Router):
 
     @property
     def chosen_groups(self) -> int:
-        """The number of groups per token."""
+        """The number of groups that are chosen per token."""
         return self.config.group_top_k
 
     def counted_scores(self, k: int) -> int:
-        """Return how many of a group's best scores add up to the score of the group."""
+        """Return the number of best scores in a group whose sum is the score of the group."""
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
@@ -57,7 +60,7 @@ class GroupLimitedRouter(Router):
         return call.choose(**self.limits(call.k))
 
     def limits(self, k: int) -> dict[str, int]:
-        """Return the arguments of `RoutingCall.choose` that limit a choice to groups."""
+        """Return the arguments that limit a choice to groups in `RoutingCall.choose`."""
         if not self.config.groups:
             return {}
         return {"groups": self.config.groups, "take": self.chosen_groups,
@@ -85,22 +88,24 @@ class GroupLimitedRouter(Router):
 
 @routers.register("sam")
 class SAMRouter(GroupLimitedRouter):
-    """The group with the largest total probability, and the k likeliest experts in this group.
+    """A router that chooses the group with the largest total probability, and the k likeliest
+    experts in this group.
 
-    A token visits one of `router.groups` groups of consecutive experts, for example one node. The
-    loss `sam_alignment` moves the k likeliest experts into the chosen group. Source: HetuMoE (Nie
-    et al., 2022), Switch-and-Mixture gate; hierarchical top-k.
+    Each token is sent to one of `router.groups` groups of consecutive experts, for example to one
+    node. The loss `sam_alignment` trains the router such that the k likeliest experts are in the
+    chosen group. Source: the Switch-and-Mixture gate (hierarchical top-k) of HetuMoE (Nie et al.,
+    2022).
     """
 
     reads = BY_SCORE | LINEAR | {"groups"}
     chosen_groups = 1
 
     def counted_scores(self, k: int) -> int:
-        """Return the number of experts in a group, because all scores of a group count."""
+        """Return the number of experts in a group, because all scores of a group are added."""
         return self.num_experts // self.config.groups
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights, and note the experts outside the group; see `Router.weigh`."""
+        """Return the weights, and mark the experts outside the group; see `Router.weigh`."""
         groups, experts = self.config.groups, self.num_experts
         # All choices of a token lie in one group, so the first choice identifies the group.
         group_T1 = ids_TK[:, :1] // (experts // groups)
@@ -110,16 +115,17 @@ class SAMRouter(GroupLimitedRouter):
 
 @routers.register("sigmoid_bias")
 class SigmoidBiasRouter(GroupLimitedRouter):
-    """The k largest s + b, where s are sigmoid scores and the bias b moves against the load.
+    """A router that chooses the k largest values of s + b, where s are sigmoid scores and the bias
+    b decreases for experts with a high load.
 
-    The weights are s without the bias. After each step b_e += bias_rate * sign(mean load - load_e),
-    where load_e counts the choices of expert e by all data-parallel ranks since the last step. The
-    biases of a frozen router do not move. With `router.groups` the choice is group-limited. Source:
-    Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+    The weights are the scores s without the bias. After each step, `b_e += bias_rate * sign(mean
+    load - load_e)`, where load_e is the number of choices of expert e by all data-parallel ranks
+    since the last step. The biases of a frozen router do not change. If `router.groups` is set, the
+    choice is group-limited. Source: Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
-    The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    `moe_plugin.routing.replay.counts` decides which passes count; passes with replayed choices also
-    count. The only collective is in `finish_step`.
+    The bias is a float32 buffer (`bias_E`, which is saved with the weights) for any dtype of the
+    layer. `moe_plugin.routing.replay.counts` decides which passes are counted. Passes with replayed
+    choices are also counted. The only collective runs in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
@@ -139,7 +145,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
                              persistent=False)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k largest s + b; see `Router.select`."""
+        """Choose the k largest values of s + b; see `Router.select`."""
         return call.choose(bias_E=self.bias_E, **self.limits(call.k))
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
@@ -151,11 +157,11 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:
-        """Return the load; see `RouterModule.step_sums`."""
+        """Return the load of the current step; see `RouterModule.step_sums`."""
         return [self.load_E] if self.balances else []
 
     def finish_step(self) -> None:
-        """Update the biases with the load of all ranks and reset the counts. Collective."""
+        """Update the biases with the load of all ranks, and reset the counts. Collective."""
         # Float64, because float32 would round loads above 2^24.
         load_E = self.step_comm.all_reduce(self.load_E).double()
         if not self.frozen:
@@ -164,7 +170,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         super().finish_step()
 
     def forget_step(self) -> None:
-        """Reset the counts, also for biases that do not move; see `Router.forget_step`."""
+        """Reset the counts, even if the biases do not change; see `Router.forget_step`."""
         super().forget_step()
         self.load_E.zero_()
 

@@ -1,4 +1,4 @@
-"""Hash router: a fixed table from tokens to experts."""
+"""Hash router, which uses a fixed table from tokens to experts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from moe_plugin.utils.regular_files import check_input
 
 @routers.register("hash")
 class HashRouter(Router):
-    """A fixed expert for each vocabulary index, with weight 1. Each call needs token ids.
+    """A router that assigns a fixed expert to each vocabulary index, with weight 1. Each call
+    requires token ids.
 
-    The table (`table_V`, int64) is random, balanced by frequency, or read from a file
-    (`router.hash`). It is saved with the weights. Losses treat the choice as a distribution, so
-    they measure the balance and have no gradient. Source: Hash layers (Roller et al., 2021).
+    The table (`table_V`, int64) is filled at random, balanced by frequency, or read from a file
+    (`router.hash`). The table is saved with the weights. Losses treat the choice as a distribution,
+    so they measure the balance but have no gradient. Source: Hash layers (Roller et al., 2021).
     """
 
     reads = frozenset({"hash"})
@@ -43,14 +44,14 @@ class HashRouter(Router):
                              make_table(self.config.hash, self.num_experts).to(device))
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return zeros, because only the token id matters; see `Router.scores`."""
+        """Return zeros as logits, because only the token id matters; see `Router.scores`."""
         assert call.info.token_ids_T is not None
         check_integers("token_ids_T", call.info.token_ids_T, x_TD.shape[0])
         return x_TD.new_zeros(x_TD.shape[0], self.num_experts,
                               dtype=torch.promote_types(x_TD.dtype, torch.float32))
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Look up the experts; see `Router.select`.
+        """Look up the experts in the table; see `Router.select`.
 
         The choice is recorded, because a host may pass the ids of other tokens before the
         recomputation.
@@ -72,11 +73,11 @@ def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEC
     it.
 
     Args:
-        sizes: valid sizes, for example without and with rows of padding. The first size is used.
-            Empty if the size is unknown.
-        whose: name of the vocabulary in error messages.
+        sizes: valid vocabulary sizes, for example without and with rows of padding. The first size
+            is the one that is set. The sequence is empty if the size is unknown.
+        whose: name of the vocabulary, which is used in error messages.
     Raises:
-        ValueError: the user has set another size.
+        ValueError: If the user has set a different size.
     """
     given = config.router.hash.vocabulary
     if "hash" not in config.router.names or not sizes or given in sizes:
@@ -89,10 +90,10 @@ def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEC
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """Create the table for the settings `router.hash`, int64 [V].
+    """Create the table, int64 [V], for the settings `router.hash`.
 
     Raises:
-        ValueError: the settings are inconsistent, or a file contains experts that do not exist or
+        ValueError: If the settings are inconsistent, or if a file contains nonexistent experts or
             negative frequencies.
     """
     listed_V = None if config.path is None else _read(config.path)
@@ -125,16 +126,17 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Assign tokens by falling frequency to the expert with the least load so far; int64 [V].
+    """Assign tokens in the order of decreasing frequency to the expert that has the smallest load
+    so far, int64 [V].
 
-    Ties go to the expert with the fewest tokens, then to the lower index. With equal frequencies
-    every expert gets floor or ceil of V / E tokens. The order among equally frequent tokens is
-    random.
+    Ties go to the expert with the fewest tokens, and then to the lower index. If all frequencies
+    are equal, every expert gets floor(V / E) or ceil(V / E) tokens. The order among equally
+    frequent tokens is random.
 
     Args:
-        counts_V: int64, how often each token occurs, >= 0.
-        experts: number of experts E.
-        generator: generator of the random order.
+        counts_V: int64 [V], the number of occurrences of each token, at least 0.
+        experts: number of experts, E.
+        generator: random generator that determines this order.
     """
     shuffled_V = torch.randperm(counts_V.numel(), generator=generator, device="cpu")
     order = shuffled_V[torch.argsort(counts_V[shuffled_V], descending=True, stable=True)].tolist()

@@ -20,17 +20,17 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """The k largest of H = W x + N(0, 1) * softplus(V x), weighted by a softmax over the chosen
-    experts.
+    """A router that chooses the k largest values of `H = W x + N(0, 1) * softplus(V x)`, which are
+    weighted by a softmax over the chosen experts.
 
-    The noise is added in training only. V starts at zero. The losses `importance` and `noisy_load`
-    (both CV^2) balance the load. `router.noise` has no effect. Source: Shazeer et al., 2017,
-    equations 3 to 5.
+    The noise is added only in training. V is initialized to zero. The losses `importance` and
+    `noisy_load` (both are squared coefficients of variation) balance the load. The setting
+    `router.noise` has no effect. Source: Shazeer et al., 2017, equations 3 to 5.
 
-    As in equations 3 and 5, all other logits are -inf for the softmax. One kernel pass over these
-    logits computes weights, importance and entropy. The choice is made before this pass from the
-    logits, because a softmax may round their differences away. The losses `noisy_load` and `z` read
-    the logits of all experts.
+    As in equations 3 and 5, the logits of all other experts are set to -inf for the softmax. One
+    pass of the kernel over these logits computes weights, importance and entropy. The choice is
+    made before this pass from the logits, because a softmax may round their differences away. The
+    losses `noisy_load` and `z` read the logits of all experts.
     """
 
     reads = SEVERAL - {"noise"}
@@ -40,20 +40,21 @@ class NoisyTopKRouter(Router):
     own_losses = frozenset({"noisy_load"})
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create W, and V for the noise."""
+        """Create the matrix W, and the matrix V for the noise."""
         super().build(dtype, device)
         self.noise_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
         keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
-        """Draw W (Xavier) and set V to zero, which gives noise with a standard deviation of log 2.
+        """Draw W from the Xavier distribution and set V to zero, which gives noise with a standard
+        deviation of log 2.
         """
         super().reset_parameters()
         nn.init.zeros_(self.noise_ED)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return logits with the learned noise; see `Router.scores`."""
+        """Return logits to which the learned noise has been added; see `Router.scores`."""
         clean_TE = linear_scores(x_TD, self.weight_ED)
         if not self.training:
             return clean_TE
@@ -83,7 +84,9 @@ class NoisyTopKRouter(Router):
 
 
 class _SoftmaxAmong(Softmax):
-    """A softmax over some experts. outside_TE: bool, marks all other experts."""
+    """A score function that computes the softmax over some of the experts. outside_TE: bool [T, E],
+    true for all experts that are excluded.
+    """
 
     def __init__(self, outside_TE: Tensor) -> None:
         self.outside_TE = outside_TE

@@ -1,4 +1,6 @@
-"""kTop1 router: experts in k prototypes, with one expert chosen from each prototype."""
+"""The kTop1 router, which divides the experts into k prototypes and chooses one expert from each
+prototype.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,16 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """k prototypes of E/k consecutive experts, with a softmax and a top-1 choice inside each
-    prototype.
+    """A router with k prototypes of E/k consecutive experts, which computes a softmax and makes a
+    top-1 choice inside each prototype.
 
-    The weights are these probabilities, not divided by their sum. Losses are computed for each
-    prototype, as for a router with E/k experts, and averaged. Source: M6-T (Yang et al., 2021).
+    The weights are these probabilities, and are not divided by their sum. Losses are computed as
+    for a router with E/k experts for each prototype, and averaged over the prototypes. Source: M6-T
+    (Yang et al., 2021).
 
     For the one-pass kernel, each prototype of a token is a separate row of E/k logits. The kernel
-    adds up the importance over all rows, but losses need the importance of each prototype.
-    Therefore a separate sum is computed if a loss reads it.
+    sums the importance over all rows, but losses need the importance for each prototype. Therefore
+    a separate sum is computed if a loss reads the importance.
     """
 
     reads = SEVERAL
@@ -53,11 +56,11 @@ class PrototypeRouter(Router):
         return super().scores(x_TD, call)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the best expert of prototype i as choice i; see `Router.select`."""
+        """Choose as choice i the best expert of prototype i; see `Router.select`."""
         return self._pass(call, None)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the probabilities of the choices in their prototypes; see `Router.weigh`."""
+        """Return the probability of each choice within its prototype; see `Router.weigh`."""
         if call.routed is None:
             self._pass(call, ids_TK)
         call.leaves_none = True
@@ -68,7 +71,9 @@ class PrototypeRouter(Router):
         return call.routed.weights_TK
 
     def _pass(self, call: RoutingCall, chosen_TK: Tensor | None) -> Tensor:
-        """Set `call.routed`, and return the choices. N = T * k (token by token), P = E / k."""
+        """Set `call.routed`, and return the choices. The number of rows is N = T * k (the rows of a
+        token are consecutive), and the number of experts per prototype is P = E / k.
+        """
         logits_NP, k = _by_prototype(call), call.k
         first_K = torch.arange(k, device=logits_NP.device) * logits_NP.shape[1]
         mask_N = None if call.mask_T is None else call.mask_T.repeat_interleave(k)
@@ -85,9 +90,9 @@ class PrototypeRouter(Router):
 
     def _of_tokens(self, rows: Routed, logits_NP: Tensor, chosen_TK: Tensor,
                    mask_T: Tensor | None) -> Routed:
-        """Turn the results of a pass over rows into results per token.
+        """Convert the results of a pass over rows to results per token.
 
-        The scores of a token are 1/k of the scores in each prototype.
+        The scores of a token are the scores in each prototype, multiplied by 1/k.
         """
         tokens, k = chosen_TK.shape
         real = tokens if mask_T is None else mask_T.sum(dtype=rows.p_log_p.dtype)
@@ -101,7 +106,7 @@ class PrototypeRouter(Router):
         return Routed(chosen_TK, rows.weights_TK.view(tokens, k), importance_E, rows.z, p_log_p)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the mean over prototypes of each loss."""
+        """Return the mean of each loss over the prototypes."""
         if not self.losses:
             return {}
         parts: list[dict[str, Tensor]] = []
@@ -114,12 +119,14 @@ class PrototypeRouter(Router):
 
 
 def _by_prototype(call: RoutingCall) -> Tensor:
-    """Return the logits by prototype [N, P]."""
+    """Return the logits [N, P] of each prototype."""
     return call.logits_TE.reshape(-1, call.experts // call.k)
 
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
-    """Return one prototype as the call of a router with E/k experts, for losses."""
+    """Return one prototype as the call of a router with E/k experts, for which losses can be
+    computed.
+    """
     k, width = call.k, call.experts // call.k
     columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed

@@ -1,4 +1,6 @@
-"""A router with biases from quantiles of the logits, one dual step of a balanced plan."""
+"""A router whose biases are computed from quantiles of the logits, which is one dual step towards a
+balanced plan.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,22 @@ from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 @routers.register("quantile")
 class QuantileRouter(Router):
-    """The k largest logits l + b, weighted by their scores without b; b follows quantiles of l.
+    """A router that chooses the k largest values of l + b, where l are the logits. The choices are
+    weighted by their scores without b, and b is computed from quantiles of l.
 
-    In a training pass of n real tokens, a_t is the (k + 1)-th largest l_te + b_e of a token, and
-    q_e is the (floor(n k / E) + 1)-th largest l_te - a_t of an expert. With b_e = -q_e about n k /
-    E tokens would then prefer expert e to their best unchosen expert. After a step b_e becomes c
-    b_e - (1 - c) q_e, minus its mean over the experts. Here c = quantile_ema, and q is the mean
-    over the passes of all data-parallel ranks that had tokens. The biases of a frozen router do not
-    move. Source: `quantile_balancing` of Megatron-core 0.19 (`qb_dual_update`), where qb_beta is
-    -b. Megatron treats the tokens of ranks that share a sequence as one pass, whereas here each
-    rank's tokens are a pass.
+    In a training pass of n real tokens, `a_t` is the (k + 1)-th largest value of `l_te + b_e` for a
+    token, and `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t` for an expert.
+    With `b_e = -q_e`, about n k / E tokens would then prefer expert e to their best unchosen
+    expert. After a step, `b_e` becomes `c b_e - (1 - c) q_e`, minus the mean of this value over the
+    experts. Here c is `quantile_ema`, and q is the mean over the passes of all data-parallel ranks
+    that had tokens. The biases of a frozen router do not change. Source: `quantile_balancing` of
+    Megatron-core 0.19 (`qb_dual_update`), where `qb_beta` is -b. Megatron treats the tokens of
+    ranks that share a sequence as one pass, whereas here each rank's tokens are a separate pass.
 
-    The bias is a float32 buffer (`bias_E`, saved with the weights) for any dtype of the layer.
-    `moe_plugin.routing.replay.counts` decides which passes count. Passes with replayed choices also
-    count, but a pass does not count if a logit of a real token is not finite. The only collective
-    is in `finish_step`.
+    The bias is a float32 buffer (`bias_E`, which is saved with the weights) for any dtype of the
+    layer. `moe_plugin.routing.replay.counts` decides which passes count. Passes with replayed
+    choices also count, but a pass does not count if a logit of a real token is not finite. The only
+    collective runs in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
@@ -46,7 +49,7 @@ class QuantileRouter(Router):
         self.register_buffer("passes_E", torch.cat([zeros_E, zeros_E[:1]]), persistent=False)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k largest l + b; see `Router.select`."""
+        """Choose the k largest values of l + b; see `Router.select`."""
         return call.choose(top_k_stable(self._biased(call), call.k))
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class QuantileRouter(Router):
         return call.logits_TE.detach() + self.bias_E
 
     def finish_step(self) -> None:
-        """Update the biases with the quantiles of all ranks and reset the sums. Collective."""
+        """Update the biases with the quantiles of all ranks, and reset the sums. Collective."""
         passes_E = self.step_comm.all_reduce(self.passes_E).double()
         if not self.frozen:
             keep, count = self.config.quantile_ema, passes_E[-1]
@@ -79,14 +82,14 @@ class QuantileRouter(Router):
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
-    """Return q of `QuantileRouter` followed by 1, float32 [E + 1].
+    """Return the quantiles q of `QuantileRouter` followed by the number 1, float32 [E + 1].
 
-    All values are 0 if there is no real token, or if a real token has a logit that is not finite.
+    All values are 0 if there are no real tokens, or if a logit of a real token is not finite.
 
     Args:
-        logits_TE, biased_TE: l and l + b.
-        real_T: bool, True for real tokens; T >= 1.
-        k: experts per token, less than E.
+        logits_TE, biased_TE: the logits l, and l + b.
+        real_T: bool [T], True for tokens that are not padding. T must be at least 1.
+        k: number of experts per token, which must be less than E.
     """
     tokens, experts = logits_TE.shape
     over_TE = logits_TE - biased_TE.topk(k + 1, dim=1).values[:, k:]

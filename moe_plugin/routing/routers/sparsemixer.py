@@ -1,4 +1,6 @@
-"""SparseMixer: chooses one expert after the other, each weighted among the experts close to it."""
+"""The SparseMixer router, which chooses one expert after another and weights each among the experts
+close to it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ _HALFWAY, _FULL = 1 / 3, 0.25
 
 @routers.register("sparsemixer")
 class SparseMixerRouter(Router):
-    """The best of the remaining experts, k times, each weighted by a softmax over the close
-    experts.
+    """A router that chooses the best of the remaining experts k times, and weights each by a
+    softmax over the close experts.
 
-    An expert is close to the best if (best - logit) / max(|logit|, best) <= 2 `mixer_eps`. In
-    training the expert is drawn from this softmax. If the drawn expert is not the best, its weight
-    is multiplied by 1/3 in three of four draws, but its gradient is not. This is Heun's third-order
-    estimate of the gradient of the choice. Source: Liu et al., 2024, GRIN, arXiv 2409.12136;
-    Phi-3.5-MoE.
+    An expert is close to the best expert if `(best - logit) / max(|logit|, best) <= 2 * mixer_eps`.
+    In training, the expert is instead drawn from this softmax. If the drawn expert is not the best,
+    its weight (but not its gradient) is multiplied by 1/3 in three of four draws. This is Heun's
+    third-order estimate of the gradient of the choice. Source: Liu et al., 2024, GRIN, arXiv
+    2409.12136; Phi-3.5-MoE.
     """
 
     reads = frozenset({"input_jitter", "input_dropout", "mixer_eps"})
@@ -45,7 +47,9 @@ class SparseMixerRouter(Router):
         return torch.cat(chosen, 1)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights described in the class; see `Router.weigh`."""
+        """Return the weights that are described in the docstring of the class; see
+        `Router.weigh`.
+        """
         left_TE, weights = call.logits_TE, list[Tensor]()
         lowered_TK = self._lowered(ids_TK) if self.training else None
         for step, chosen_T1 in enumerate(ids_TK.split(1, 1)):
@@ -61,8 +65,8 @@ class SparseMixerRouter(Router):
         return torch.cat(weights, 1)
 
     def _near(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
-        """Return the logits of remaining experts that are close to the best of them, and -inf
-        elsewhere.
+        """Return the logits of the remaining experts that are close to the best of them, and -inf
+        for all other experts.
         """
         # Detached, because the set of close experts has no gradient.
         best_T1 = left_TE.detach().amax(1, keepdim=True)
@@ -71,7 +75,7 @@ class SparseMixerRouter(Router):
         return left_TE.masked_fill(far_TE, float("-inf"))
 
     def _lowered(self, ids_TK: Tensor) -> Tensor:
-        """Select three of four choices at random, the same choices in a recomputation."""
+        """Select three of four choices at random. In a recomputation, select the same choices."""
         return self.replayed(
             lambda: torch.rand(ids_TK.shape, device=ids_TK.device) > _FULL, "midpoint",
             tuple(ids_TK.shape))

@@ -1,4 +1,4 @@
-"""Routers top-k (any k, with GShard's second-expert policies), Switch and GShard."""
+"""The routers top-k (for any k, with GShard's second-expert policies), Switch and GShard."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from moe_plugin.routing.routers.base import (
 
 @routers.register("topk")
 class TopKRouter(Router):
-    """Linear scores and the k largest of them; ties go to the lower expert index.
+    """A router with linear scores that chooses the k largest scores; ties go to the lower expert
+    index.
 
-    The router follows section "router" of Tutel (Hwang et al., 2022): noise of `noise / E` on the
-    logits, and scores that are divided by their sum over the chosen experts (clamped away from
-    zero) before capacity drops choices.
+    The router is as described in the section "router" of Tutel (Hwang et al., 2022): noise with
+    standard deviation `noise / E` is added to the logits, and scores are divided by their sum over
+    the chosen experts (bounded away from zero) before capacity drops choices.
 
     Attributes:
-        second_expert_policy: what happens to the second expert in training. An empty string selects
-            the configured policy.
+        second_expert_policy: how the second expert is treated in training. If it is an empty
+            string, the configured policy is used.
     """
 
     reads = WITH_POLICY | FORCED | LINEAR
@@ -44,7 +45,7 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts; policy "sampling" draws the second of two. See
+        """Choose the k best experts. The policy "sampling" draws the second of two experts. See
         `Router.select`.
         """
         policy = self.second_expert_policy
@@ -59,7 +60,7 @@ class TopKRouter(Router):
         return call.choose(_drawn(call.logits_TE.detach()) if policy == "sampling" else None)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Drop some second experts under policy "random"; see `Router.after_choice`."""
+        """Drop some second experts if the policy is "random"; see `Router.after_choice`."""
         if not self.training or self.second_expert_policy != "random":
             return call.ids_TK
         # The draw is recorded, because a recomputation must drop the same experts.
@@ -73,17 +74,18 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return half the probability [T] that the second expert is kept.
+        """Return half the probability with which the second expert is kept, [T].
 
-        The weight is a share only if weights are divided before dropping, and otherwise the score
-        itself, as in fairseq's `moe` branch.
+        The result is the weight of the second expert. It is a fraction only if weights are divided
+        by their sum before dropping; otherwise it is the score itself, as in fairseq's `moe`
+        branch.
         """
         return weights_TK[:, 1]
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """Return the best expert and a second expert drawn by its softmax among the other experts, [T,
-    2].
+    """Return the best expert, and a second expert that is drawn from the softmax among the other
+    experts, [T, 2].
     """
     first_T1 = top_k_stable(logits_TE, 1)
     # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.
@@ -94,11 +96,11 @@ def _drawn(logits_TE: Tensor) -> Tensor:
 
 @routers.register("gshard")
 class GShardRouter(TopKRouter):
-    """The two likeliest experts. In training the second expert is kept with probability min(1, 2
-    g2).
+    """A router that chooses the two likeliest experts. In training the second expert is kept with
+    the probability `min(1, 2 g2)`.
 
-    Here g2 = p2 / (p1 + p2). The weights g are fixed before the second expert is dropped. Source:
-    GShard (Lepikhin et al., 2020), algorithm 1.
+    Here `g2 = p2 / (p1 + p2)`. The weights g are computed before the second expert is dropped.
+    Source: GShard (Lepikhin et al., 2020), algorithm 1.
     """
 
     reads = BY_SCORE | LINEAR | {"second_expert_policy=random"}
@@ -106,16 +108,16 @@ class GShardRouter(TopKRouter):
     second_expert_policy = "random"
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return g2; see `TopKRouter.second_share`."""
+        """Return the weight g2; see `TopKRouter.second_share`."""
         return shares(weights_TK)[:, 1]
 
 
 @routers.register("switch")
 class SwitchRouter(Router):
-    """The likeliest expert, weighted by its probability.
+    """A router that chooses the likeliest expert, weighted by its probability.
 
-    As in the paper, `router.input_jitter` multiplies the input. Source: Switch Transformer (Fedus
-    et al., 2021).
+    As in the paper, `router.input_jitter` is applied to the input. Source: Switch Transformer
+    (Fedus et al., 2021).
     """
 
     reads = SCORED | {"score"} | FORCED | LINEAR

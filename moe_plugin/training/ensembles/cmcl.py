@@ -28,7 +28,7 @@ Check = tuple[bool, str, str, str]  # is valid, argument, bound, remedy
 
 @dataclass(frozen=True)
 class EnsembleSettings:
-    """The ensemble requested by command-line arguments; see `flags`.
+    """An ensemble that is requested by command-line arguments (see `flags`).
 
     Attributes:
         heads: M, the number of heads.
@@ -51,12 +51,12 @@ class EnsembleSettings:
 
 
 def flags(whole: str, part: str, meaning: str) -> Flags:
-    """Return names and argparse options of the ensemble's flags.
+    """Return the names and argparse options of the command-line flags for an ensemble.
 
     Args:
-        whole: first value of `--oracle-unit`, and the default.
-        part: second value of `--oracle-unit`.
-        meaning: description of `whole`, for help texts.
+        whole: first allowed value of `--oracle-unit`, which is the default.
+        part: second allowed value of `--oracle-unit`.
+        meaning: description of the unit `whole` for help texts.
     """
     return (
         ("ensemble-heads", {"type": int, "default": 0, "help": "number of output heads of an "
@@ -82,10 +82,10 @@ def given_settings(args: argparse.Namespace, known: Flags,
 
     Args:
         args: parsed arguments.
-        known: the host's flags: the flags of `flags` and its own.
-        checks: additional checks of the host, made if there is an ensemble.
+        known: all flags of the host, including those returned by `flags`.
+        checks: additional checks of the host, which run if an ensemble is requested.
     Raises:
-        ValueError: an argument is out of bounds or has no effect.
+        ValueError: If an argument is out of bounds or has no effect.
     """
     if not args.ensemble_heads:
         given = [name for name, options in known
@@ -129,27 +129,27 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """Return KL(U || P) = -log C - (1/C) sum_c log P(c), float [N, M], for float logits [N, M, C].
+    """Return `KL(U || P) = -log C - (1/C) sum_c log P(c)`, [N, M], for float logits [N, M, C].
 
-    The gradient with respect to the logits is p - 1/C.
+    The gradient with respect to the logits is `p - 1/C`.
     """
     return -math.log(logits_NMC.shape[-1]) - F.log_softmax(logits_NMC, dim=-1).mean(-1)
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment v with the smallest loss and k members per sample, bool [N, M].
+    """Return the assignment, bool [N, M], with the smallest loss and `k` members per sample.
 
-    The chosen members are those with the k smallest CE_m - beta KL_m; ties go to the lower index.
-    The result is exact, because the loss is a sum over members, and choosing member m changes it by
-    CE_m - beta KL_m.
+    The chosen members are those with the k smallest values of `CE_m - beta KL_m`, where ties go to
+    the lower index. The result is exact, because the loss is a sum over members, and choosing
+    member m changes it by `CE_m - beta KL_m`.
 
     Args:
-        cross_entropy_NM: CE, float [N, M].
-        divergence_NM: KL, float [N, M].
+        cross_entropy_NM: cross entropy `CE` of each member for each sample, float [N, M].
+        divergence_NM: divergence `KL` of each member for each sample, float [N, M].
         k: number of members per sample.
         beta: weight of the divergence.
     Raises:
-        ValueError: k is outside 1..M.
+        ValueError: If k is outside 1..M.
     """
     members = cross_entropy_NM.shape[1]
     if not 1 <= k <= members:
@@ -162,28 +162,29 @@ def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: f
 def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: float, *,
                           labels: str = "exact", group_N: Tensor | None = None, groups: int = 0,
                           mask_N: Tensor | None = None) -> OracleLoss:
-    """Compute the loss of each sample with its best k members, while all other members are pulled
-    towards the uniform distribution.
+    """Compute the loss of each sample, which trains its best `k` members and pulls all other
+    members towards the uniform distribution.
 
-    The loss is sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ] with the best v of k members.
-    With beta = 0 and k = 1 this is multiple choice learning; with k = M it is an independent
-    ensemble. It is computed in float32 or better.
+    The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]` with the best assignment
+    `v` of k members to each sample. With beta = 0 and k = 1 this is multiple choice learning; with
+    k = M it is an independent ensemble. The loss is computed in float32 or in a higher precision.
 
     Args:
         logits_NMC: float [N, M, C], logits of all members.
-        target_N: int64 [N], classes.
+        target_N: int64 [N], class of each sample.
         k: number of members responsible for a sample.
-        beta: weight of the divergence of all other members.
-        labels: exact: the divergence itself. stochastic: the other members use cross entropy, with
-            weight beta, to a label drawn uniformly for each member and sample; the mean gradient
-            equals that of the divergence.
-        group_N: optional. int64 [N] in 0..groups-1. All samples of a group (such as the tokens of a
-            sequence) have the same responsible members. By default each sample is a separate group.
-        groups: G, the number of groups.
-        mask_N: optional. bool [N], true if the sample counts. All other samples have loss 0 and no
-            effect on the choice of members.
+        beta: weight of the divergence of members that are not responsible for a sample.
+        labels: how the divergence is computed. "exact": the divergence itself. "stochastic": the
+            members that are not responsible use cross entropy, with weight beta, to a label drawn
+            uniformly for each member and sample. The mean gradient equals that of the divergence.
+        group_N: optional. Group index of each sample, int64 [N] in 0..groups-1. All samples of a
+            group (such as the tokens of a sequence) have the same responsible members. By default
+            each sample is a separate group.
+        groups: number of groups of samples, G.
+        mask_N: optional. bool [N], true if the sample counts. Samples that do not count have loss 0
+            and do not affect the choice of members.
     Raises:
-        ValueError: k is outside 1..M, `labels` is unknown, or beta is negative or not finite.
+        ValueError: If k is outside 1..M, `labels` is unknown, or beta is negative or not finite.
     """
     if labels not in LABELLING:
         raise ValueError(
@@ -219,14 +220,14 @@ def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor |
 
 
 def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return oracle and top-1 errors, both bool [N].
+    """Return the oracle error and the top-1 error of each sample, both bool [N].
 
     The oracle error is true if no member is correct. The top-1 error is true if the class with the
     largest mean probability is wrong.
 
     Args:
         logits_NMC: float [N, M, C].
-        target_N: int64 [N], classes.
+        target_N: int64 [N], class of each sample.
     """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
@@ -236,20 +237,20 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
 def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int,
                          beta: float, *, labels: str = "exact",
                          by_sequence: bool = True) -> tuple[OracleLoss, dict[str, Tensor]]:
-    """Compute the loss of each token with the responsible members, and errors.
+    """Compute the loss of each token with the responsible members, and the errors of each token.
 
     Args:
         logits_BTMC: float [B, T, M, C].
-        target_BT: int64 [B, T], classes.
+        target_BT: int64 [B, T], class of each token.
         real_BT: bool [B, T], true for tokens that are not padding.
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
         by_sequence: whether all tokens of a sequence have the same responsible members.
     Returns:
-        The loss, float32 [B * T], with the responsible members. Also the errors bool [B * T], which
-            are false for padding, under the names "oracle" (no member is correct) and "top1" (the
-            mean of the members is wrong).
+        The loss of each token with its responsible members, float32 [B * T]. Also the errors of the
+            tokens by name, bool [B * T]: "oracle" (no member is correct) and "top1" (the mean of
+            the members is wrong). They are false for padding.
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -260,7 +261,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
                     labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
-    """Compute `confident_oracle_loss` of all B * T tokens; arguments as in `sequence_oracle_loss`.
+    """Compute `confident_oracle_loss` for all tokens; for the arguments see `sequence_oracle_loss`.
     """
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
@@ -270,15 +271,15 @@ def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: 
 
 
 def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -> dict[str, Tensor]:
-    """Return the fractions of wrong tokens of each sequence, float64 [B], by name.
+    """Return by name the fraction of wrong tokens in each sequence, float64 [B].
 
-    "top1" uses the mean of the members. "member" is the mean over the members' own errors. "oracle"
-    uses the best member of each sequence, or of each token if `by_sequence` is false. In the latter
-    case a token is wrong if no member is correct.
+    "top1" uses the mean of the members' predictions. "member" is the mean of the members'
+    individual errors. "oracle" uses the best member for each sequence, or for each token if
+    `by_sequence` is false. If `by_sequence` is false, a token is wrong if no member is correct.
 
     Args:
         logits_BTMC: float [B, T, M, C].
-        target_BT: int64 [B, T], classes.
+        target_BT: int64 [B, T], class of each token.
         by_sequence: whether the best member is chosen per sequence or per token.
     """
     wrong_BTM = (logits_BTMC.argmax(-1) != target_BT[..., None]).double()
@@ -290,15 +291,15 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """Count how confident predictions are, by the names in `HISTOGRAMS`.
+    """Compute histograms of the confidence of predictions, by the names in `HISTOGRAMS`.
 
-    The histograms, float64 [BINS] each, are for members responsible for a sample, for all other
-    members, and for the mean of the members; see `confidence_counts`.
+    There is one histogram, float64 [BINS], for the members responsible for a sample, one for all
+    other members, and one for the mean of the members; see `confidence_counts`.
 
     Args:
         logits_NMC: float [N, M, C].
-        chosen_NM: bool [N, M], the responsible members.
-        real_N: bool [N], samples that count.
+        chosen_NM: bool [N, M], true for the members responsible for a sample.
+        real_N: bool [N], true for samples that count.
     """
     p_NMC, real_N1 = F.softmax(logits_NMC.detach().float(), dim=-1), real_N[:, None]
     shown = {"responsible": (p_NMC, chosen_NM & real_N1), "other": (p_NMC, ~chosen_NM & real_N1),
@@ -307,31 +308,31 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
-    """Count the distributions whose largest probability is in each of `bins` equal parts of 0..1,
-    float64 [bins].
+    """Divide 0..1 into `bins` equal intervals, and count the distributions whose largest
+    probability is in each interval, float64 [bins].
 
     Args:
-        p: float [..., C], probabilities.
-        counted: bool [...], distributions that count.
-        bins: number of parts.
+        p: float [..., C], probabilities of the classes.
+        counted: bool [...], true for distributions that count.
+        bins: number of intervals.
     """
     bin_index = (p.amax(-1) * bins).long().clamp(max=bins - 1)
     return torch.bincount(bin_index[counted], minlength=bins).double()
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
-    """Add features of other members at random: h_m + sum_{n != m} s_nm * h_n.
+    """Add features of other members at random: `h_m + sum_{n != m} s_nm * h_n`.
 
-    Each element of s_nm is 1 with the given probability, else 0. Outside training the mean of s_nm
-    is used. Source: CMCL, section 3.3; its public code also draws at test time.
+    Each element of s_nm is 1 with the given probability, else 0. Outside training the mean of
+    `s_nm` is used. Source: CMCL, section 3.3; its public code also draws `s_nm` at test time.
 
     Args:
-        features: float, with the members along `dim`.
-        probability: probability that an element of s_nm is 1.
-        training: whether to draw s_nm.
-        dim: axis of the members.
+        features: float tensor in which `dim` is the axis of the members.
+        probability: probability that an element of `s_nm` is 1.
+        training: whether to draw `s_nm` at random.
+        dim: axis of `features` along which the members are arranged.
     Raises:
-        ValueError: the probability is outside [0, 1].
+        ValueError: If the probability is outside [0, 1].
     """
     if not 0 <= probability <= 1:
         raise ValueError(f"sharing probability {probability} is out of bounds: must be in [0, 1]; "
@@ -352,19 +353,19 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """M heads, each with a hidden layer (gelu), shared features and a linear map to C classes.
+    """M output heads, each with a hidden layer (gelu), shared features and a map to C classes.
 
     Args:
-        dim: width of the trunk.
+        dim: width of the input features.
         classes: C, the number of classes.
         heads: M, the number of heads.
-        hidden: width of each head's hidden layer; 0: only the linear map.
-        sharing: probability that a feature of one head is added to another head's feature
-            (`share_features`); 0: no sharing. Needs a hidden layer.
+        hidden: width of each head's hidden layer; 0: each head is only a linear map.
+        sharing: probability that a feature of one head is added to another head's feature (see
+            `share_features`); 0: no sharing. Sharing requires a hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:
-        ValueError: there are no heads, or sharing without a hidden layer.
+        ValueError: If there are no heads, or if features are shared without a hidden layer.
     """
 
     def __init__(self, dim: int, classes: int, heads: int, *, hidden: int = 0, sharing: float = 0.0,
@@ -385,11 +386,11 @@ class EnsembleHeads(nn.Module):
                 nn.init.xavier_uniform_(head)
 
     def forward(self, x: Tensor, own: bool = False) -> Tensor:
-        """Return logits, float [..., M, C].
+        """Return the logits of all heads, float [..., M, C].
 
         Args:
-            x: float [..., D], output of the trunk.
-            own: whether x is [..., M, D], with separate features for each head.
+            x: float [..., D], output of the model before the heads.
+            own: whether `x` contains separate features for each head, with shape [..., M, D].
         """
         inputs = "...md" if own else "...d"
         if self.w_hidden_MDH is None:

@@ -1,8 +1,8 @@
-"""Selection of the fused implementations that the hosts use on this machine, with the reasons.
+"""Selection of the fused implementations that this package uses on this machine, with the reasons.
 
-apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A part of apex is used if there is
-a CUDA device and the extension of this part can be imported. Otherwise torch's implementation is
-used.
+apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A component of apex is used if
+there is a CUDA device and the extension for this component can be imported. Otherwise torch's
+implementation is used.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ APEX = {
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A part of apex.
+    """A component of apex, and whether it can be used.
 
     Attributes:
-        value: the class or function; None if it cannot be used.
-        reason: why it can or cannot be used.
+        value: the class or function; None if the component cannot be used.
+        reason: why this component can or cannot be used.
     """
 
     value: Any
@@ -44,11 +44,11 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation that a host uses.
+    """An implementation that has been selected for a purpose.
 
     Attributes:
-        role: purpose of the implementation.
-        active: name of the implementation.
+        role: purpose for which the implementation is used.
+        active: name of the selected implementation.
         reason: why this implementation is used.
     """
 
@@ -58,7 +58,7 @@ class Choice:
 
 
 def apex(name: str) -> FusedPart:
-    """Return a part of apex, by its name in this module, for tensors on a CUDA device."""
+    """Return a component of apex, by its name in this module, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
     return imported(*APEX[name])
@@ -66,8 +66,8 @@ def apex(name: str) -> FusedPart:
 
 @functools.cache
 def imported(module: str, name: str, extension: str) -> FusedPart:
-    """Import `module.name`, which needs the compiled `extension`. The result is cached in the
-    process.
+    """Import `module.name`, which needs the compiled `extension`. The result is cached for the
+    lifetime of the process.
     """
     try:
         importlib.import_module(extension)
@@ -89,7 +89,7 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
         old: value of `--use-old-adam`.
         fp16_stats: value of `--fp16-adam-stats`.
     Raises:
-        ValueError: two of the flags exclude each other.
+        ValueError: If two of the flags exclude each other.
     """
     role = "fairseq --optimizer adam"
     if old and (torch_fused or fp16_stats):
@@ -114,8 +114,7 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
 
 
 def choices() -> list[Choice]:
-    """Return the implementations that the hosts use on this machine with their default settings,
-    for a report.
+    """Return the implementations that are used on this machine with default settings, for a report.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")

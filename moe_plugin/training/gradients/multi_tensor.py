@@ -1,5 +1,5 @@
-"""Norms and scaling of many tensors at once, with apex if it supports them (`fused`), else with
-torch.
+"""Norms and scaling of many tensors at once, with apex if it supports them (see `fused`), otherwise
+with torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
                  copies: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of the squares of all elements, 0-dim, float64, without waiting for the
-    device.
+    """Return the sum of the squares of all elements as a 0-dim float64 tensor, without waiting for
+    the device.
 
     Norms of the tensors are computed in float32 (float64 for float64 tensors). A NaN or Inf in any
     tensor makes the result NaN or Inf.
 
     Args:
-        tensors: tensors of any shapes, floating dtypes and devices. The result is 0 without
-            tensors. Only this rank's part of a DTensor is included.
-        device: optional. Device of the result. Defaults to the device of the first tensor.
+        tensors: tensors of any shapes, floating dtypes and devices. The result is 0 if there are no
+            tensors. Only this rank's shard of a DTensor is included.
+        device: optional. Device on which the result is returned. Defaults to the device of the
+            first tensor.
         copies: optional. For each tensor, the number of ranks that have the same tensor, by which
-            its squares are divided. Defaults to 1 for all.
+            its squares are divided. Defaults to 1 for every tensor.
     """
     norms = SquaredNorm()
     norms.add(0, tensors, copies)
@@ -40,10 +41,10 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
 
 
 class SquaredNorm:
-    """`squared_norm` for tensors that do not exist at the same time.
+    """The computation of `squared_norm` for tensors that do not exist at the same time.
 
-    The results have the same bits as `squared_norm`, except on a GPU with apex, which computes
-    norms of several tensors at once.
+    The results are bitwise equal to those of `squared_norm`, except on a GPU with apex, which
+    computes norms of several tensors at once.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,11 @@ class SquaredNorm:
     @torch.no_grad()
     def add(self, place: int, tensors: Sequence[Tensor], copies: Sequence[int] | None = None
             ) -> None:
-        """Add a part of the tensors.
+        """Add some of the tensors to the sum.
 
         Args:
-            place: index of the part in the order of summation. Parts may be added in any order.
+            place: index of this group of tensors in the order of summation. Groups of tensors may
+                be added in any order.
             tensors: see `squared_norm`.
             copies: see `squared_norm`.
         """
@@ -68,8 +70,8 @@ class SquaredNorm:
 
     @torch.no_grad()
     def total(self, device: torch.device) -> Tensor:
-        """Return the squared norm of all added tensors, see `squared_norm`; 0-dim, float64 on
-        `device`.
+        """Return the sum of squares of all added tensors as 0-dim float64 on `device`; see
+        `squared_norm`.
         """
         alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
         for index in sorted(self._parts):
@@ -83,7 +85,9 @@ class SquaredNorm:
 
 
 def _norms(group: list[Tensor]) -> Tensor:
-    """Return the norms [n] of tensors of one device and dtype, or one norm [1] of all of them."""
+    """Return the norms [n] of tensors that have the same device and dtype, or one norm [1] of all
+    of them.
+    """
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:
         return norm_op([group], False)[0].reshape(-1)
     precision = torch.promote_types(group[0].dtype, torch.float32)
@@ -92,12 +96,12 @@ def _norms(group: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply all tensors in place.
+    """Multiply all tensors by a factor in place.
 
     Args:
         tensors: tensors or DTensors of any shapes, floating dtypes and devices.
-        factor: a number, or a 0-dim tensor. Apex is used only for numbers, because it would wait
-            for a tensor's value.
+        factor: a number, or a 0-dim tensor, by which the tensors are multiplied. apex is used only
+            if `factor` is a Python number, because it would wait for a tensor's value.
     """
     for group in _by_device_and_dtype(tensors):
         if isinstance(factor, Tensor):
@@ -109,7 +113,9 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor or `PartGradient`, or any other tensor itself."""
+    """Return this rank's part of a DTensor or `PartGradient`; any other tensor is returned
+    unchanged.
+    """
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 

@@ -1,7 +1,7 @@
 """Muon for experts: each expert's matrix is orthogonalized separately.
 
-Muon (Jordan and others 2024) replaces the momentum of a matrix by a nearly orthogonal matrix.
-Experts are stacks of matrices, which `torch.optim.Muon` refuses: one parameter contains the
+Muon (Jordan and others 2024) replaces the momentum of a matrix with a nearly orthogonal matrix.
+`torch.optim.Muon` does not accept experts, which are stacks of matrices: one parameter contains the
 matrices of many experts, the gate and up matrices of a gated expert may share one tensor, and each
 rank may have only a part of each matrix.
 """
@@ -35,16 +35,17 @@ def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
     """Make each router with parameters of a different dtype than the rest of the model a separate
     FSDP unit.
 
-    FSDP2 refuses parameters of several dtypes in one unit. Under `router.fp32` the router is also a
-    separate unit if `mp_policy` lowers the precision of the model, because the router computes with
-    its parameters in their own dtype. A router's few parameters stay gathered between forward and
-    backward. Call this function before the units around the routers are created.
+    FSDP2 does not accept parameters of different dtypes in one unit. If `router.fp32` is set, the
+    router is also a separate unit if `mp_policy` lowers the precision of the model, because the
+    router computes with its parameters in their own dtype. A router has few parameters, which stay
+    gathered between forward and backward. Call this function before the FSDP units around the
+    routers are created.
 
     Args:
         model: the model.
-        ignored_params: parameters of the experts.
+        ignored_params: parameters of the experts, which FSDP ignores.
         mp_policy: see `torch.distributed.fsdp.fully_shard`.
-        options: other options of `torch.distributed.fsdp.fully_shard`.
+        options: further options for `torch.distributed.fsdp.fully_shard`.
     """
     layers = layers_in(model)
     inside = {p for layer in layers for p in layer.router.parameters()}
@@ -76,22 +77,22 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
     Matrices of experts, and of `nn.Linear`, use Muon. All other parameters (routers, embeddings,
     heads, adapters, vectors) use AdamW.
 
-    Experts are those of `MoELayer` and, in models of `transformers`, of every class decorated with
-    `use_experts_implementation`. Vectors (norms and biases) have no weight decay. Biases of experts
-    count as vectors, although they are stored as matrices [L, F].
+    Experts are the experts of `MoELayer` and, in models of `transformers`, of every class decorated
+    with `use_experts_implementation`. Vectors (norms and biases) have no weight decay. Biases of
+    experts count as vectors, although they are stored as matrices [L, F].
 
     Args:
         model: the model.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW.
-        weight_decay: weight decay of matrices, in both optimizers.
-        dense: whether matrices of `nn.Linear` use Muon, too.
-        adamw: regular expression. Parameters whose name contains a match use AdamW.
+        weight_decay: weight decay of matrices in Muon and in AdamW.
+        dense: whether the matrices of `nn.Linear` also use Muon.
+        adamw: regular expression. Parameters whose name contains a match of this pattern use AdamW.
     Returns:
-        Groups with at least one parameter, each with a `name` and `muon` (whether the group uses
-            Muon).
+        The nonempty parameter groups, each with a `name` and the value `muon` (whether the group
+            uses Muon).
     Raises:
-        ValueError: there is no trained matrix for Muon.
+        ValueError: If there is no trainable matrix for Muon.
     """
     forms = matrix_forms(model)
     if dense:
@@ -118,25 +119,26 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
 
 
 class ExpertMuon(torch.optim.Optimizer):
-    """Muon for stacks of matrices, and AdamW for all other parameters, in one optimizer.
+    """An optimizer that uses Muon for stacks of matrices, and AdamW for all other parameters.
 
-    A matrix is updated as in `torch.optim.Muon`. Each Muon group has the state (`momentum_buffer`)
-    and options of `torch.optim.Muon`, and also `transposed` (matrices are stored as [..., in, out])
-    and `halves` (gate and up are stored in one tensor, "concatenated" or "alternating", and are
-    separate matrices as in dense models). Groups with `muon=False` have the options of
-    `torch.optim.AdamW`.
+    A matrix is updated as in `torch.optim.Muon`. Each Muon group has the options of
+    `torch.optim.Muon` and its state (`momentum_buffer`). It also has the options `transposed`
+    (matrices are stored as [..., in, out]) and `halves` ("concatenated" or "alternating": gate and
+    up are stored in one tensor, but are separate matrices as in dense models). Groups with
+    `muon=False` have the options of `torch.optim.AdamW`.
 
-    If an expert is cut into shards (`parallel.shards`, or more ranks than experts), or a matrix is
-    a DTensor, its momentum is gathered for the update. The update is then collective, and each rank
-    must have gradients of the same parameters.
+    If an expert is split into shards (`parallel.shards`, or more ranks than experts), or a matrix
+    is a DTensor, its momentum is gathered for the update. The update is then collective, and all
+    ranks must have gradients of the same parameters.
 
     Args:
-        params: groups from `muon_groups`, or other parameters and groups. 2D parameters and stacks,
-            with [out, in] last, use Muon unless their group contains `muon=False`.
+        params: parameter groups returned by `muon_groups`, or any other parameters or parameter
+            groups. 2D parameters, and stacks whose last axes are [out, in], use Muon unless their
+            group contains `muon=False`.
         lr: see `torch.optim.Muon`.
-        options: other options of `torch.optim.Muon`.
+        options: further options for `torch.optim.Muon`.
     Raises:
-        ValueError: a Muon group contains vectors, or an option is invalid.
+        ValueError: If a Muon group contains vectors, or if an option is invalid.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
@@ -151,8 +153,8 @@ class ExpertMuon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_given": self._given}  # options for new groups of a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, see `torch.optim.Optimizer`, with the default options of the group's
-        optimizer.
+        """Add a parameter group with the default options of Muon or AdamW; see
+        `torch.optim.Optimizer`.
         """
         param_group.setdefault("muon", True)
         defaults = self._given
@@ -165,8 +167,8 @@ class ExpertMuon(torch.optim.Optimizer):
             _check(param_group)
 
     def _adamw(self) -> _AdamW:
-        """Return the inner AdamW, which is created once. A copy of this optimizer creates a new
-        one.
+        """Return the inner AdamW optimizer, which is created at the first call. A copy of this
+        optimizer creates a separate AdamW.
         """
         made: _AdamW | None = vars(self).get("_inner")
         if made is None:
@@ -175,7 +177,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters, see `torch.optim.Optimizer.step`."""
+        """Update all parameters; see `torch.optim.Optimizer.step`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,7 +213,9 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """An AdamW that updates the parameters of another optimizer, in its step and with its state."""
+    """An AdamW that updates the parameters of an outer optimizer during the outer step, and stores
+    its state there.
+    """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
         """Update these groups."""
@@ -248,12 +252,13 @@ def _matrices(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
               compute: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `compute` to the whole matrices of a tensor, and return this rank's part of the result.
+    """Apply `compute` to the full matrices of a tensor, and return this rank's part of the result.
 
     Args:
         part: this rank's part of the tensor.
-        place: name and placement of an expert's parameter; None for other parameters.
-        compute: function of the whole matrices that preserves shapes.
+        place: name and placement of an expert's parameter; None for parameters that do not belong
+            to experts.
+        compute: function of the full matrices that preserves their shapes.
     """
     if is_sharded(part):
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -286,14 +291,15 @@ def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def newton_schulz(x_NOI: Tensor, coefficients: tuple[float, float, float], steps: int,
                   eps: float) -> Tensor:
-    """Orthogonalize each matrix as `torch.optim.Muon` does: [N, out, in] in bfloat16.
+    """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, as `torch.optim.Muon` does.
 
-    The quintic iteration X <- a X + (b G + c G^2) X, G = X X^T, starts at X / ||X||_F. Its
-    coefficients (Jordan and others 2024) bring singular values close to 1, but not exactly to 1.
+    The quintic iteration `X <- a X + (b G + c G^2) X`, where `G = X X^T`, starts at `X / ||X||_F`.
+    The coefficients (Jordan and others 2024) bring singular values close to 1, but not exactly to
+    1.
 
     Args:
         x_NOI: the matrices.
-        coefficients: a, b and c.
+        coefficients: the coefficients a, b and c of the iteration.
         steps: number of iterations.
         eps: smallest norm by which a matrix is divided.
     """

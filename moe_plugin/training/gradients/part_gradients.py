@@ -1,11 +1,11 @@
-"""Gradients of which every rank has a part, in a form that torch's own functions handle correctly.
+"""Gradients that are distributed over ranks, in a form that torch's own functions handle correctly.
 
 `torch.nn.utils.clip_grad_norm_`, and therefore Lightning, Accelerate and transformers' Trainer,
 compute the norm of the gradients on one rank. Each rank has different experts. Without this module,
 every rank would scale by a different norm, and parameters that are equal on all ranks would drift
-apart. Gradients of experts are therefore `PartGradient`s: their norm is computed over the parts of
-all ranks, and a number that is not finite on one rank is detected on all ranks
-(`torch.amp.GradScaler`). All other operations see plain tensors.
+apart. Gradients of experts are therefore `PartGradient`s: their norm is computed over all ranks'
+experts, and a number that is not finite on one rank is detected on all ranks
+(`torch.amp.GradScaler`). All other operations treat these gradients as plain tensors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from moe_plugin.utils.dtensors import is_sharded
 
 
 class PartGradient(Tensor):
-    """A gradient of which other ranks have other parts.
+    """A gradient that is distributed over ranks, each of which has a different part.
 
     Norms computed by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the
-    check of `GradScaler`, are collective over `comm`: all its ranks call them in the same order.
-    All other functions return plain tensors.
+    check of `GradScaler`, are collective over `comm`: all ranks of `comm` must call them in the
+    same order. All other functions return plain tensors.
 
     Attributes:
-        comm: the ranks that have the parts.
+        comm: the group of ranks that have the parts.
     """
 
     comm: Comm
@@ -57,9 +57,10 @@ class PartGradient(Tensor):
 
 
 def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
-    """Make all future gradients of these parameters `PartGradient`s over `comm`.
+    """Convert all future gradients of these parameters to `PartGradient`s over `comm`.
 
-    `torch.optim.LBFGS`, which computes products over all parameters, then refuses to update them.
+    `torch.optim.LBFGS`, which computes dot products over all parameters, then refuses to update
+    them.
     """
     watch_optimizers()
     for parameter in parameters:
@@ -68,7 +69,9 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """Convert a parameter's gradient to a `PartGradient` if other ranks have other parts of it."""
+    """Convert a parameter's gradient to a `PartGradient` if other ranks have other parts of the
+    gradient.
+    """
     comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
     if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
         parameter.grad = PartGradient.of(gradient, comm)
@@ -80,9 +83,10 @@ def plain(gradient: Tensor) -> Tensor:
 
 
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that needs no reduction over ranks.
+    """Call a function without any reduction over ranks.
 
-    DTensors in a list are passed in a separate call, because torch does not mix them with tensors.
+    DTensors in a list are passed in a separate call, because torch does not allow lists of both
+    DTensors and tensors.
     """
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     if not lists or "_foreach" not in getattr(function, "__name__", ""):
@@ -102,7 +106,7 @@ def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute `torch.linalg.vector_norm` of one gradient."""
+    """Compute `torch.linalg.vector_norm` of one gradient over all ranks."""
     options = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
     norm, x = function(*args, **kwargs), options["x"]
     if not isinstance(x, PartGradient) or options.get("dim") is not None:
@@ -118,7 +122,7 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. A non-finite number on one rank is
+    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. A non-finite number on any rank is
     reported on all ranks.
     """
     gradients, found_inf = args[:2]
@@ -129,15 +133,15 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
-    """Return the norms of whole tensors, given the norms of this rank's parts. Collective over
+    """Return the norms of the full tensors, given the norms of this rank's parts. Collective over
     `comm`.
 
     Args:
-        norms: 0-dim norms of this rank's parts.
-        order: p of the norm (sum |x|^p)^(1/p), including 0 and infinite orders.
-        comm: the ranks that have the parts.
+        norms: norms of this rank's parts, 0-dim.
+        order: order p of the norm `(sum |x|^p)^(1/p)`; 0 and infinity are allowed.
+        comm: the group of ranks that have the parts.
     Returns:
-        0-dim norms in the dtypes of `norms`.
+        The norms of the full tensors, 0-dim, in the dtypes of `norms`.
     """
     norms_N = torch.stack([norm.to(torch.float64) for norm in norms])
     order = float(order)
@@ -156,8 +160,8 @@ class PartNorm(Tensor):
     """The norm of this rank's part of a gradient, which becomes the norm over all ranks when it is
     used.
 
-    The reduction is delayed so that the norms of all parameters, which torch stacks, need only one
-    collective.
+    The reduction is delayed because torch stacks the norms of all parameters, which then need only
+    one collective.
     """
 
     comm: Comm
@@ -183,7 +187,9 @@ class PartNorm(Tensor):
 
 
 def _over_ranks(values: Sequence[Any]) -> list[Any]:
-    """Replace `PartNorm`s by norms over all ranks, with one collective for each group and order."""
+    """Replace `PartNorm`s with norms over all ranks, using one collective for each group and
+    order.
+    """
     known = [value.full_tensor() if is_sharded(value) else value for value in values]
     alike: dict[tuple[str, float], list[int]] = {}
     for number, value in enumerate(values):

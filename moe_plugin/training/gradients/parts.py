@@ -1,8 +1,9 @@
 """Parts of parameters that one rank's optimizer updates if the optimizer state is sharded.
 
-An optimizer receives plain tensors, so any element-wise optimizer works. A part is a piece along
-the first axis that shares its storage with the parameter: with the rank's shard of a DTensor, or
-with 1/size of a flattened whole parameter. Pieces have the same lengths as those of `torch.chunk`.
+An optimizer receives plain tensors, so any element-wise optimizer works. A part is a slice along
+the first axis that shares its storage with the parameter: a slice of the rank's shard of a DTensor,
+or 1/size of a flattened parameter that is not sharded. The slices have the same lengths as the
+chunks of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Part:
         parameter: the parameter of the model.
         local: the tensor that the optimizer updates; `parameter` itself if this rank updates all of
             it.
-        shape: shape in which the whole parameter was cut along its first axis.
-        comm: the ranks that update the other parts; None if there are no other parts.
-        stays: whether no other rank stores this part, in which case `parameter` is a DTensor.
+        shape: shape in which the full parameter was split along its first axis.
+        comm: the ranks that update the other parts; None if this rank updates the whole parameter.
+        stays: true if no other rank stores this part, in which case `parameter` is a DTensor.
     """
 
     parameter: nn.Parameter
@@ -45,7 +46,9 @@ class Part:
     stays: bool = False
 
     def take_gradient(self) -> None:
-        """Move the parameter's reduced gradient to `local`. A missing gradient becomes zero."""
+        """Move the parameter's reduced gradient to `local`. A missing gradient is replaced with
+        zeros.
+        """
         if self.local is self.parameter:
             return
         gradient = self.parameter.grad
@@ -57,15 +60,19 @@ class Part:
             self.local.grad = torch.zeros_like(self.local)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with the parameter's shape, as a view if possible."""
+        """Return this rank's part of a tensor that has the parameter's shape, as a view if
+        possible.
+        """
         if self.comm is None:
             return whole
         return piece(whole.reshape(self.shape), self.comm)
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return a tensor with the parameter's shape from all ranks' parts; collective.
+        """Collect the parts of all ranks, and return a tensor with the parameter's shape;
+        collective.
 
-        Tensors that do not have the shape of `local`, such as a step count, are returned unchanged.
+        Tensors whose shape differs from the shape of `local`, such as a step count, are returned
+        unchanged.
         """
         if self.comm is None or part.shape != self.local.shape:
             return part
@@ -74,7 +81,7 @@ class Part:
 
 
 def piece(whole: Tensor, comm: Comm) -> Tensor:
-    """Return this rank's piece of a tensor along its first axis. The last pieces may be shorter or
+    """Return this rank's slice of a tensor along the first axis. The last slices may be shorter or
     empty.
     """
     rows = -(-whole.shape[0] // comm.size)
@@ -83,8 +90,8 @@ def piece(whole: Tensor, comm: Comm) -> Tensor:
 
 
 def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
-    """Return the parts of an FSDP2 model's parameters: this rank's shards of DTensors, and all
-    other parameters whole.
+    """Return the parts of an FSDP2 model's parameters: this rank's shard of each DTensor, and the
+    whole of every other parameter.
 
     Args:
         parameters: parameters of the model.
@@ -97,7 +104,7 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
 
 
 def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None) -> list[Part]:
-    """Return parts of parameters that are stored whole (ZeRO stage 1).
+    """Return the parts that this rank updates of parameters that are not sharded (ZeRO stage 1).
 
     Args:
         parameters: contiguous parameters.
@@ -122,7 +129,7 @@ def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
 
 
 def publish(parts: Iterable[Part]) -> None:
-    """Send the parts that each rank has updated to all ranks; collective, in buckets.
+    """Send each rank's updated parts to all ranks in buckets; collective.
 
     Shards of DTensors are not sent.
     """
@@ -155,11 +162,11 @@ def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
 
 
 def count_once(parts: Iterable[Part], ranks: int) -> None:
-    """Mark each tensor of the optimizer with the number of ranks that have the same tensor.
+    """Mark each tensor of the optimizer with the number of ranks that store the same tensor.
 
     Args:
-        parts: the parts of this rank.
-        ranks: number of all data-parallel ranks.
+        parts: the parts that this rank updates.
+        ranks: total number of data-parallel ranks.
     """
     for part in parts:
         if part.comm is not None:

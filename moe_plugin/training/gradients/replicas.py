@@ -1,9 +1,10 @@
-"""Averaging of gradients over ranks that store the same parameters, in buckets and during backward.
+"""Averaging of gradients over ranks that store the same parameters, which runs in buckets during
+backward.
 
-A bucket is one all-reduce. A bucket starts as soon as all its gradients are complete, while
-backward computes the gradients of earlier layers. Buckets start in the same order on all ranks.
-Averaging gradients that are already averaged changes nothing, so gradients may be reduced after
-every backward pass, or once after the last one.
+Each bucket is reduced by a single all-reduce. The reduction of a bucket starts as soon as all
+gradients in the bucket are complete, while backward computes the gradients of earlier layers. The
+reductions start in the same order on all ranks. Averaging gradients that are already averaged
+changes nothing, so gradients may be reduced after every backward pass, or once after the last one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def replicas_of(parameter: Tensor) -> int:
 
 
 class _Groups:
-    """The groups created by `replica_comm` for each existing owner, by their ranks."""
+    """The groups created by `replica_comm`, stored by owner and ranks as long as the owner
+    exists.
+    """
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Comm | None]] = (
@@ -42,20 +45,20 @@ class _Groups:
 
 
 def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
-    """Return a separate group of the ranks that store the same experts as this rank, or None if
-    there are no other ranks.
+    """Return a separate group of the ranks that store the same experts as this rank, or None if no
+    other rank stores them.
 
     Collective: all ranks of `world` call this function.
 
     Args:
-        experts: expert-parallel group of this rank. In a group of one rank, every rank has all
-            experts.
+        experts: expert-parallel group of this rank. If the expert-parallel group has one rank,
+            every rank has all experts.
         world: all data-parallel ranks.
-        owner: optional. The object that uses the group. Later calls for the same owner and ranks
-            return the same group, so that a run that often changes its expert-parallel size does
-            not exhaust connections. Without an owner, every call creates a new group.
+        owner: optional. The object that owns the group. Later calls for the same owner and ranks
+            return the same group, so a run that often changes its expert-parallel size does not
+            exhaust connections. Without an owner, every call creates a new group.
     Raises:
-        ValueError: the expert-parallel groups do not make up the world.
+        ValueError: If the expert-parallel groups together are not all ranks of `world`.
     """
     if world.size == 1:
         return None
@@ -78,11 +81,11 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients are reduced together.
+    """Parameters of the same dtype and device whose gradients are reduced together.
 
     Attributes:
-        touched: whether a gradient changed since the last `finish`.
-        started: whether the all-reduce is in progress.
+        touched: whether a gradient has changed since the last call of `finish`.
+        started: whether the all-reduce has been started and not yet finished.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -96,7 +99,7 @@ class Bucket:
         return self._wait is not None
 
     def ready(self, passes: int) -> bool:
-        """Return whether `passes` backward passes have contributed to every gradient."""
+        """Return true if `passes` backward passes have contributed to every gradient."""
         return all(self._passes.get(parameter, 0) >= passes for parameter in self.parameters)
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -106,7 +109,9 @@ class Bucket:
 
     @torch.no_grad()
     def start(self, comm: Comm) -> None:
-        """Start averaging over the ranks of `comm`. A missing gradient counts as zero."""
+        """Start to average the gradients over the ranks of `comm`. A missing gradient counts as
+        zero.
+        """
         flat_N = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self.parameters
@@ -116,7 +121,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, comm: Comm) -> None:
-        """Wait for the average, and store it in the parameters' gradients."""
+        """Wait for the averages, and store them in the parameters' gradients."""
         if self._wait is not None and self._stale:  # changed after the start, on all ranks
             self._wait()
             self.start(comm)
@@ -133,7 +138,8 @@ class Bucket:
     def forget(self) -> None:
         """Discard the contributions of a failed backward pass.
 
-        Waits for an average that has started, because the other ranks of the group compute it, too.
+        An average that was started is completed first, because the other ranks of the group also
+        wait for it.
         """
         if self._wait is not None:
             self._wait()
@@ -145,9 +151,9 @@ class Bucket:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Group parameters of one dtype and device into lists of at most `size` bytes, in order.
+    """Group parameters of the same dtype and device, in order, into lists of at most `size` bytes.
 
-    A larger parameter has its own list.
+    A parameter larger than `size` is placed in a separate list.
     """
     made: list[list[nn.Parameter]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
@@ -164,17 +170,20 @@ def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Pa
 
 
 class ReplicaReducer:
-    """Averages gradients over the ranks that store the same parameters, during backward.
+    """An object that averages gradients during backward over the ranks that store the same
+    parameters.
 
     Args:
-        parameters: parameters in the order of the forward pass, the same on all ranks of `comm`.
+        parameters: parameters in the order of the forward pass, which must be the same on all ranks
+            of `comm`.
         comm: the ranks. No other collective may use this group.
-        bucket_bytes: bytes of gradients in one all-reduce.
-        at_end_of_backward: if true, gradients are complete when `backward` returns, else after
-            `finish`.
+        bucket_bytes: maximum size in bytes of the gradients in one all-reduce.
+        at_end_of_backward: if true, gradients are complete when `backward` returns; if false, they
+            are complete after `finish`.
 
     Attributes:
-        passes: number of backward passes before an optimizer step. Buckets start in the last pass.
+        passes: number of backward passes before an optimizer step. The reductions start during the
+            last backward pass before the optimizer step.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
@@ -203,9 +212,9 @@ class ReplicaReducer:
         return added
 
     def _begin(self, task: int) -> None:
-        """Make the backward pass `task` call `finish` at its end.
+        """Register a callback that calls `finish` at the end of the backward pass `task`.
 
-        Reentrant passes run inside other passes, which are still open then.
+        A reentrant backward pass runs inside an outer pass, which has not ended at that time.
         """
         if self._queued != -1 and not self._open:
             self.forget()
@@ -219,10 +228,10 @@ class ReplicaReducer:
             self._next += 1
 
     def finish(self) -> None:
-        """Complete all gradients that changed since the last call.
+        """Complete all gradients that have changed since the last call.
 
-        Collective if there were backward passes. A parameter without a gradient on this rank
-        receives the average over all ranks, in which missing gradients count as zero.
+        This call is collective if there were backward passes. A parameter without a gradient on
+        this rank receives the average over all ranks, in which missing gradients count as zero.
         """
         self._queued = -1
         for bucket in self._touched():

@@ -35,22 +35,23 @@ from moe_plugin.utils.dtensors import is_sharded
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
-    """Scale gradients so that their L2 norm, over all parameters of all ranks, is at most
+    """Scale the gradients such that their L2 norm, over all parameters of all ranks, is at most
     `max_norm`.
 
     This is `torch.nn.utils.clip_grad_norm_` for models whose parameters are distributed over ranks:
     shards (DTensors) and experts of all ranks are included, each exactly once. Collective.
 
     Args:
-        parameters: parameters of this rank, after backward, with gradients as reduced by
-            `fully_shard_model` or `ddp_model` of `moe_plugin.hosts.plain.sharding`.
-        max_norm: largest norm. Gradients do not change if it is infinite.
+        parameters: parameters of this rank after the backward pass, with gradients that were
+            reduced by `fully_shard_model` or `ddp_model` of `moe_plugin.hosts.plain.sharding`.
+        max_norm: largest norm. If the norm is infinite, the gradients do not change.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
     Returns:
-        The norm before clipping, float32 (float64 for float64 gradients), equal on all ranks. It is
-            not finite if any rank's gradient is not finite.
+        The norm before clipping, in float32 (float64 for float64 gradients), which is the same on
+            all ranks. The norm is not finite if any rank's gradient is not finite.
     Raises:
-        ValueError: there are no parameters, for example because an iterator was already consumed.
+        ValueError: If there are no parameters, for example because an iterator was already
+            consumed.
     """
     parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     if not parameters or not all(isinstance(p, Tensor) for p in parameters):
@@ -66,11 +67,12 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
 
 
 class PartedClip:
-    """`clip_grad_norm_` for gradients that are not in memory at the same time, such as those of the
-    blocks of a `StreamedTrainer`.
+    """The computation of `clip_grad_norm_` for gradients that are not in memory at the same time,
+    such as the gradients of the blocks of a `StreamedTrainer`.
 
-    The results have the same bits as with `clip_grad_norm_` (but see `multi_tensor.SquaredNorm`).
-    In each step call `add` for all gradients, then `norm`, then `scale`.
+    The results are bitwise equal to those of `clip_grad_norm_`, with the exception described in
+    `multi_tensor.SquaredNorm`. In each step call `add` for all gradients, then `norm`, then
+    `scale`.
 
     Args:
         max_norm: see `clip_grad_norm_`.
@@ -92,7 +94,7 @@ class PartedClip:
         """Add the gradients of some parameters.
 
         Args:
-            place: index that determines the order of summation, whatever the order of calls.
+            place: index that determines the order of summation, regardless of the order of calls.
             parameters: the parameters.
         """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -104,7 +106,7 @@ class PartedClip:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm of all added gradients, as `clip_grad_norm_` does. Collective."""
+        """Return the norm of all added gradients, as `clip_grad_norm_` computes it. Collective."""
         squared = self.world.all_reduce(self._parts.total(self.world.device))
         norm = (squared + self._alike.total(self.world.device)).sqrt().to(self._dtype)
         self._factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -112,7 +114,9 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale gradients in place so that the last norm becomes at most `max_norm`."""
+        """Scale gradients in place by the factor that reduces the last norm to at most
+        `max_norm`.
+        """
         multi_tensor.scale_(gradients, self._factor)
 
 
@@ -121,7 +125,9 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """Return the number of ranks that store this part of a parameter and include it in the norm."""
+    """Return the number of ranks that store this part of a parameter and contribute it to the
+    norm.
+    """
     if not is_sharded(parameter):
         return replicas_of(parameter)
     mesh, copies = parameter.device_mesh, 1
@@ -135,21 +141,22 @@ DivisorOf = Callable[[MoELayer], float | None]
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
                    replicas: Comm | None = None) -> None:
-    """Set every rank's gradients to those of the mean over ranks of the ranks' losses.
+    """Set the gradients on every rank to the gradients of the mean of all ranks' losses.
 
     Shared parameters are averaged over `world`. An expert's gradient is already the sum over the
     ranks of its expert-parallel group. The gradient is summed over `replicas` and divided once by
     the size of `world`.
 
     Args:
-        model: the model after backward. A parameter without a gradient must have none on all ranks.
+        model: the model after the backward pass. If a parameter has no gradient on one rank, it
+            must have none on all ranks.
         world: all data-parallel ranks.
-        expert_group: optional. Group of the layers. With a group of one rank, experts are
-            replicated like any parameter. Defaults to `world`.
+        expert_group: optional. The expert-parallel group of the layers. If the group has one rank,
+            experts are replicated like all other parameters. Defaults to `world`.
         replicas: optional. The ranks that store the same experts as this rank. Required if there
             are several expert-parallel groups.
     Raises:
-        ValueError: the product of the group sizes is not the size of the world.
+        ValueError: If the product of the group sizes is not the number of ranks in `world`.
     """
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1
@@ -179,11 +186,12 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Exclude experts from `DistributedDataParallel`; call this function before
+    """Exclude experts from `DistributedDataParallel`; this function must be called before
     `DistributedDataParallel(model)`.
 
-    Otherwise DDP would overwrite each rank's experts with rank 0's experts and average their
-    gradients. It would also overwrite the counts of each rank's router, and the costs of its links.
+    Otherwise DDP would overwrite each rank's experts with the experts of rank 0 and average their
+    gradients. DDP would also overwrite the counts of each rank's router, and the costs of its
+    links.
 
     To reduce the experts' gradients, call `sync_gradients` after each backward pass, or
     `reduce_experts` once in advance to reduce them during backward.
@@ -203,24 +211,24 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                    ) -> list[ReplicaReducer]:
     """Set up hooks that reduce the experts' gradients during each backward pass.
 
-    When `backward` returns, the experts' gradients are those of the mean over ranks of the ranks'
-    losses. Replicas start with the experts of their first rank. Experts on the meta device are
-    allocated here, and receive their values when the model is loaded. `ddp_model` and
-    `fully_shard_model` of `moe_plugin.hosts.plain.sharding` call this function. Collective.
+    When `backward` returns, the experts' gradients are the gradients of the mean of all ranks'
+    losses. Replicas start with the same experts as the first rank that stores them. Experts on the
+    meta device are allocated here, and receive their values when the model is loaded. `ddp_model`
+    and `fully_shard_model` of `moe_plugin.hosts.plain.sharding` call this function. Collective.
 
     Args:
         model: a model with `MoELayer`s, before its first backward pass.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
-        bucket_bytes: bytes of gradients in one all-reduce between replicas.
-        divisor_of: optional. Function that is called in backward with a layer and returns the
-            divisor of the sum over ranks of the layer's other gradients. If the function is missing
-            or returns None, the divisor is the number of ranks.
+        bucket_bytes: maximum size in bytes of the gradients in one all-reduce between replicas.
+        divisor_of: optional. A function that is called during backward with a layer, and returns
+            the number by which the layer's other gradients are divided after they are summed over
+            ranks. If the function is missing or returns None, the divisor is the number of ranks.
     Returns:
-        The reducers of the replicas' gradients, one for each group of layers with the same
-            expert-parallel group.
+        The objects that reduce the gradients of replicated experts, one for each group of layers
+            that have the same expert-parallel group.
     Raises:
-        ValueError: the expert-parallel groups do not make up the world, ranks of such a group have
-            the same tokens, or the function was already called for these experts.
+        ValueError: If the expert-parallel groups together are not all ranks of `world`, ranks of
+            such a group have the same tokens, or the function was already called for these experts.
     """
     world = default_comm() if world is None else world
     mark_adapters(model)
@@ -261,8 +269,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
 def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf | None) -> None:
     """Register hooks that divide the experts' gradients, before they are averaged over replicas.
 
-    The result is the gradient of the mean over `world` ranks, or of the sum divided by another
-    divisor.
+    The result is the gradient of the mean over the ranks of `world`, or of the sum divided by a
+    different divisor.
     """
     ranks = layers[0].comm.size
     hooked = set[nn.Parameter]()
@@ -291,18 +299,18 @@ def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Call `mark_experts` for all layers, because adapters may have been added since the layers
-    were built.
+    """Call `mark_experts` for all layers again, because adapters may have been added since the
+    layers were built.
     """
     for layer in layers_in(model):
         mark_experts(layer.experts)
 
 
 def _tell_world(model: nn.Module, world: Comm) -> None:
-    """Set the ranks over which load-dependent biases of routers are computed, and over which shared
+    """Set the ranks over which load-dependent biases of routers are computed, and on which shared
     parameters are compared.
 
-    The biases then depend on the same ranks as the gradients.
+    The biases and the gradients are then computed over the same ranks.
     """
     for layer in layers_in(model):
         layer.ddp_check.compare_replicas(world)
@@ -312,9 +320,9 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Allocate experts on the meta device, without values.
+    """Allocate experts that are on the meta device, without setting their values.
 
-    Hooks then stay registered when the rest of the model is allocated.
+    Hooks then stay registered when the rest of the model is allocated later.
     """
     for layer in layers_in(model):
         if any(p.is_meta for p in layer.experts.parameters()):
@@ -322,8 +330,8 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_twice(model: nn.Module) -> None:
-    """Raise a `ValueError` at the second call, because the hooks of both calls would divide each
-    gradient.
+    """Raise a `ValueError` at the second call, because each call would register hooks that divide
+    each gradient.
     """
     for name, parameter in expert_parameters(model).items():
         if getattr(parameter, "reduced", False):

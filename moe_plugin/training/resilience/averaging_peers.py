@@ -1,8 +1,8 @@
 """Peers that train separately and average their weights every few steps (local SGD and DiLoCo, like
 torchft's `LocalSGD` and `DiLoCo`).
 
-Each peer trains a whole model whose weights stream through its device. Peers may join and leave at
-any time.
+Each peer trains a full copy of the model, whose weights stream through the peer's device. Peers may
+join and leave at any time.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class OuterNesterov:
     """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean change of the peers'
     weights.
 
-    Let theta be the weights after the last average, theta_i the current weights of peer i, and b a
-    momentum that starts at 0. Then Delta = mean_i(theta - theta_i); b <- mu b + Delta; theta <-
-    theta - lr (Delta + mu b). Source: Douillard and others, DiLoCo (arXiv 2311.08105), algorithm 1,
-    with its values as defaults.
+    Let theta be the weights after the last average, theta_i the current weights of peer i, and b
+    the momentum, which starts at 0. Then `Delta = mean_i(theta - theta_i)`, `b <- mu b + Delta` and
+    `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others, DiLoCo (arXiv 2311.08105),
+    algorithm
+    1. The default values are taken from there.
 
     Attributes:
-        lr: learning rate, above 0.
-        momentum: mu, in [0, 1).
+        lr: learning rate of the outer optimizer, above 0.
+        momentum: momentum `mu` of the outer optimizer, in [0, 1).
     Raises:
-        ValueError: a number is out of bounds.
+        ValueError: If a number is out of bounds.
     """
 
     lr: float = 0.7
@@ -61,39 +62,43 @@ class OuterNesterov:
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
-        """Update theta and b in place. `changes` contains Delta, and is overwritten."""
+        """Update the weights theta and the momentum b in place. `changes` contains `Delta` and is
+        overwritten.
+        """
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
             theta.add_(delta.add_(b, alpha=self.momentum), alpha=-self.lr)
 
 
 class StreamedPeer:
-    """This peer's trainer and its part in the averages.
+    """The trainer of this peer, together with its connection to the other peers for averaging.
 
-    Weights are averaged block by block, so that no peer ever has the whole model in memory. A
-    joining or returning peer receives in its first average the other peers' weights, their counts
-    (integer buffers, which averages do not change) and, with DiLoCo, the outer optimizer's state.
-    Its own optimizer starts from zero, as with any local SGD.
+    Weights are averaged block by block, so no peer ever has the whole model in memory. In its first
+    average, a joining or returning peer receives the other peers' weights, their counts (integer
+    buffers, which averages do not change) and, with DiLoCo, the state of the outer optimizer. The
+    inner optimizer of such a peer starts from zero, as is usual for local SGD.
 
     Args:
-        trainer: trainer with the same model and optimizer on every peer.
+        trainer: trainer whose model and optimizer are the same on every peer.
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
-        every: number of steps between averages.
+        every: number of steps between two averages.
         timeout_s: see `ElasticReplica`.
-        outer: optional. DiLoCo's outer optimizer, the same on every peer. Its state, twice the size
-            of the weights, is stored in the trainer's tier. By default the weights are set to their
+        outer: optional. DiLoCo's outer optimizer, which must be the same on every peer. The state
+            of the outer optimizer is twice the size of the weights and is stored in the trainer's
+            storage tier. By default there is no outer optimizer, and the weights are set to their
             mean.
         resume: optional. A folder written by `save`, from which the trainer and the outer optimizer
-            resume.
-        outer_states: optional. The results of `outer_state` for each block, from a host's
+            are restored.
+        outer_states: optional. The result of `outer_state` for each block, from a host's
             checkpoint. By default the outer optimizer starts from zero.
 
     Attributes:
-        replica: the connection, with the `members` of the last average and the number of `lost`
-            averages.
+        replica: the connection to the other peers, which contains the number of `members` in the
+            last average and the number of `lost` averages.
     Raises:
-        ValueError: `every` is below 1, or the errors of `ElasticReplica` and `load_weights`.
+        ValueError: If `every` is below 1, or for the reasons stated in `ElasticReplica` and
+            `load_weights`.
     """
 
     def __init__(self, trainer: StreamedTrainer, lighthouse: str, replica: int, every: int,
@@ -120,10 +125,10 @@ class StreamedPeer:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run a step of the trainer, and average if an average is due. The first call starts with
-        an average, in which the peer joins.
+        """Run a step of the trainer, and average the weights if an average is due. The first call
+        starts with an average, in which the peer joins.
 
-        Raises the errors of `StreamedTrainer.step` and `ElasticReplica.average_parts`.
+        It raises the same errors as `StreamedTrainer.step` and `ElasticReplica.average_parts`.
         """
         if not self._joined:
             self.join()
@@ -132,7 +137,7 @@ class StreamedPeer:
         return result
 
     def stepped(self) -> None:
-        """Average after a step of the trainer, if an average is due."""
+        """Average the weights after a step of the trainer, if an average is due."""
         if self.trainer.steps % self.every == 0:
             self.average()
 
@@ -150,25 +155,27 @@ class StreamedPeer:
         """Average the weights of the active peers now.
 
         Returns:
-            False if a peer was lost in the meantime, in which case every peer continues with its
+            False if a peer was lost during the average, in which case every peer continues with its
                 own weights.
         """
         return self._average(meeting=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the state of the trainer and the outer optimizer, for `resume`.
+        """Write the state of the trainer and the outer optimizer to a folder, for `resume`.
 
         Each peer uses a separate folder, which is locked until `close`.
 
         Raises:
-            ValueError: another run uses the folder, or the errors of `save_weights`.
+            ValueError: If another run uses the folder, or for the reasons stated in `save_weights`.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)
         return save_weights(self.trainer, folder, self.outer_state)
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
-        """Return a copy of the outer optimizer's state of a block; empty if there is no state."""
+        """Return a copy of the outer optimizer's state for a block, or an empty dictionary if there
+        is no state.
+        """
         if not self._kept:
             return {}
         _, theta, momenta = self._kept[number].read()
@@ -231,9 +238,10 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """Distribute the first active peer's state, if no peer has trained since the last average.
+        """Distribute the state of the first active peer, if no peer has trained since the last
+        average.
 
-        Peers that already have this state keep their own weights, which may be some steps further.
+        Peers that already have this state keep their own weights, which may be a few steps ahead.
         """
         digest = self._digest()
         first = digest.clone()
@@ -259,7 +267,7 @@ class StreamedPeer:
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
                  ) -> Iterator[list[Tensor]]:
-        """Yield for each block the changes since the last average, and buffers.
+        """For each block, yield the changes of the weights since the last average, and the buffers.
 
         The averaged values are used to set the block's new weights and buffers.
         """
@@ -278,7 +286,7 @@ class StreamedPeer:
             staged.append(self._kept[number].held.stage(flat_N))
 
     def close(self) -> None:
-        """Leave the averages. The other peers continue without this peer."""
+        """Leave the averages. The other peers continue without a peer that ends."""
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -286,7 +294,9 @@ class StreamedPeer:
 
 
 class _OuterState:
-    """A block's weights after the last average, and the outer momentum, in the trainer's tier."""
+    """The weights of a block after the last average, and the outer momentum, which are stored in
+    the trainer's storage tier.
+    """
 
     def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],
                  momenta: Sequence[Tensor] | None = None) -> None:
@@ -299,7 +309,7 @@ class _OuterState:
         self.held.put(flat_N)
 
     def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a copy of the whole state, and its parts: weights and momenta."""
+        """Return a copy of the whole state, and views of its parts (weights and momenta)."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.held.read(flat_N)
         both = self.layout.views(flat_N)
@@ -311,7 +321,7 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
             outer_states: Iterable[BlockState] | None = None) -> StreamedPeer:
     """Create the peer requested by `offload.average_every`, `outer_lr` and `outer_momentum`.
 
-    Arguments and errors are the same as in `StreamedPeer`.
+    Arguments and errors are those of `StreamedPeer`.
     """
     outer = None if settings.outer_lr is None else OuterNesterov(settings.outer_lr,
                                                                  settings.outer_momentum)
@@ -320,7 +330,9 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
 
 
 def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
-    """Return (setting, whether it is incompatible, remedy) for a run whose weights stream."""
+    """Return (setting, whether the setting is incompatible, remedy) for a run whose weights
+    stream.
+    """
     every = settings.average_every
     return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
              "peers average weights, not gradients: set it, e.g. to 50"),
@@ -334,10 +346,12 @@ class PeerSteps(RunFeature):
     Args:
         settings: see `peer_of`.
         trainer: see `peer_of`.
-        place: this run among the peers, with the trainer's models and optimizers.
+        place: position of this run among the peers, together with the trainer's models and
+            optimizers.
 
     Attributes:
-        saved: `outer_states` for `StreamedPeer` from a checkpoint, set before the first step.
+        saved: value of `outer_states` for `StreamedPeer`, taken from a checkpoint and set before
+            the first step.
     """
 
     def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer,
@@ -357,7 +371,7 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Average if an average is due. Collective over the peers."""
+        """Average the weights if an average is due. Collective over all peers."""
         if facts.made and self.peer is not None:
             self.peer.stepped()
             self._follow()
@@ -367,7 +381,9 @@ class PeerSteps(RunFeature):
             self.place.take(self.trainer.steps)
 
     def outer_state(self, number: int) -> BlockState:
-        """Return a block's outer state for a checkpoint, to be restored through `saved`."""
+        """Return the outer state of a block for a checkpoint, from which it is restored through
+        `saved`.
+        """
         return {} if self.peer is None else self.peer.outer_state(number)
 
     def numbers(self) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """Training with several replicas that may join and leave at any time, using torchft.
 
-Gradients are averaged over the active replicas. A lost replica costs the other replicas one step,
-and a returning replica loads the weights of an active one. A replica contains the whole model: it
-is a separate job with its own torchrun, and its ranks share the experts as usual. A *lighthouse*
-(`torchft_lighthouse`, one process for all replicas) tracks the active replicas.
+Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
+step. A returning replica loads the weights of an active replica. A replica contains the whole
+model: it is a separate job with its own torchrun, whose ranks share the experts as usual. A
+*lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active replicas.
 `scripts/train_plain.py` contains an example loop.
 """
 
@@ -38,25 +38,26 @@ _MOST_STEPS = (LIVING >> 20) - 2
 
 
 class ElasticReplica:
-    """This replica's part in the averages. The constructor is collective within the replica.
+    """The connection of this replica to the other replicas, with which gradients are averaged. The
+    constructor is collective among the ranks of the replica.
 
     Args:
-        lighthouse: address of the lighthouse, `http://HOST:PORT`.
-        replica: number of this replica. A returning replica keeps its number.
-        state: returns this rank's state for the same rank of a returning replica: nested values and
-            tensors.
-        load: loads such a state.
-        timeout_s: seconds until a replica that does not answer is dropped from a step.
-        progress: number of steps done, according to the replica's checkpoint. Replicas that start
-            together load the state of the (first) replica with the most steps.
+        lighthouse: address of the lighthouse in the form `http://HOST:PORT`.
+        replica: number that identifies this replica, and that a returning replica uses again.
+        state: function that returns this rank's state, which the same rank of a returning replica
+            loads. The state consists of nested values and tensors.
+        load: function that loads a state returned by `state`.
+        timeout_s: time in seconds after which a replica without an answer is excluded from a step.
+        progress: number of completed steps according to the replica's checkpoint. Replicas that
+            start together load the state of the (first) replica with the most steps.
 
     Attributes:
-        members: number of replicas whose gradients are in the last average.
-        healed: whether this replica loaded another replica's state in the last average, which then
-            does not include its own gradients.
+        members: number of replicas whose gradients are included in the last average.
+        healed: whether this replica loaded another replica's state in the last average. That
+            average does not include the gradients of this replica.
         lost: total number of lost steps.
     Raises:
-        ValueError: torchft is missing, the lighthouse does not answer, or a number is out of
+        ValueError: If torchft is missing, the lighthouse fails to answer, or a number is out of
             bounds.
     """
 
@@ -95,22 +96,22 @@ class ElasticReplica:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Set the gradients to their mean over the active replicas. Collective within the replica.
+        """Set the gradients to their mean over the active replicas; collective within the replica.
 
         Call this method before the optimizer's step. A returning replica loads the state of an
-        active replica in this call, and then makes the same step with the averaged gradients.
+        active replica in this call, and then performs the same step with the averaged gradients.
 
         Args:
-            gradients: gradients of this rank, of any shapes and dtypes, the same on every replica.
-                Integer tensors are counts and are summed. None entries are left out on all
-                replicas.
+            gradients: gradients of this rank, with any shapes and dtypes, which must be the same on
+                every replica. Integer tensors are treated as counts and are summed. None entries
+                must be None on all replicas and are ignored.
         Returns:
-            False if a replica was lost in this step. Then the gradients cannot be used, no
-                parameter may change, and counts are zero.
+            False if a replica was lost during this step. In that case the gradients must not be
+                used, no parameter may change, and counts are zero.
         Raises:
-            CommError: the lighthouse does not answer for `QUORUM_S` seconds (a lighthouse restarted
-                at the same address is found), or `MAX_LOST` consecutive steps were lost.
-            ValueError: the models of the replicas differ.
+            CommError: If the lighthouse does not answer for `QUORUM_S` seconds (a lighthouse
+                restarted at the same address is found), or if `MAX_LOST` steps in a row are lost.
+            ValueError: If the models of the replicas differ.
         """
         tensors = [gradient for gradient in gradients if gradient is not None]
         self.healed = False
@@ -124,14 +125,14 @@ class ElasticReplica:
         return True
 
     def average_parts(self, parts: Iterable[Sequence[Tensor]]) -> bool:
-        """Replace tensors that are never in memory together by their mean over the active replicas.
+        """Replace tensors with their mean over the active replicas, one group of tensors at a time.
 
-        Collective within the replica. A returning replica receives the mean of the other replicas
-        and needs none of their state. Return value and errors are the same as in `average`. If the
-        result is False, the changed tensors must be discarded.
+        Collective among the ranks of the replica. A returning replica receives the mean of the
+        other replicas and does not load their state. The return value and errors are the same as
+        for `average`. If the result is False, the changed tensors must be discarded.
 
-        parts: groups of tensors, the same on every replica. Each group is changed in place before
-        the next group is requested.
+        parts: groups of tensors, with the same shapes and dtypes on every replica. Each group is
+        changed in place before the next group is requested from `parts`.
         """
         self.healed, made = False, False
         before = self._manager.current_step()
@@ -150,18 +151,18 @@ class ElasticReplica:
 
     @property
     def joining(self) -> bool:
-        """Whether a replica joins or returns in the current average of `average_parts`, the same on
-        all replicas.
+        """True if a replica joins or returns in the current average of `average_parts`; the value
+        is the same on all replicas.
         """
         if self._manager.errored() is not None:  # the average has failed
             return False
         return self._group.size() > self._manager.num_participants()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the first active replica, in place. Collective over the
-        replicas.
+        """Overwrite tensors with those of the first active replica. Collective over all replicas.
 
-        Called while `average_parts` requests its groups; the tensors are not part of the average.
+        This method is called while `average_parts` requests its groups. The tensors are not part of
+        the average.
         """
         if self._manager.participating_rank() != 0:
             for x in tensors:
@@ -170,10 +171,9 @@ class ElasticReplica:
 
     def _reduce(self, tensors: Sequence[Tensor], floats: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
                 ) -> list[tuple[list[Tensor], Tensor]]:
-        """Reduce tensors over replicas, and return for each dtype the tensors and one vector of
-        results.
+        """Reduce tensors over replicas, and return tensors and one result vector for each dtype.
 
-        Integers are summed. Floating-point numbers are reduced with the operation `floats`.
+        Integers are summed. Floating-point tensors are reduced with the operation `floats`.
         """
         reduced = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -214,12 +214,12 @@ class ElasticReplica:
         self._load(state)
 
     def close(self) -> None:
-        """Leave the averages. The other replicas continue without this replica."""
+        """Leave the averages. The other replicas continue without a replica that ends."""
         self._manager.shutdown(wait=False)
 
 
 class ModuleState:
-    """Transfers weights and buffers of models from one replica to another.
+    """An object that transfers weights and buffers of models from one replica to another.
 
     Args:
         models: models without wrappers that change the names of parameters.
@@ -232,7 +232,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Load the state of another replica. Raises a `ValueError` if its models are different."""
+        """Load the state of another replica. Raises a `ValueError` if its models differ."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries
@@ -242,8 +242,7 @@ class ModuleState:
                              f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Return the step sums of all routers; averaging them keeps the routers of all replicas
-        equal.
+        """Return the step sums of all routers, whose averages keep the routers of replicas equal.
         """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
@@ -251,18 +250,17 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """A run among several replicas that train the same model, as described by its host.
+    """Information from a host about a run that is one of several replicas of the same model.
 
     Attributes:
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
         timeout_s: see `ElasticReplica`.
-        models: models of this rank, without wrappers that change names.
-        optimizers: returns the optimizers of this rank, each with `state_dict` and
+        models: models of this rank, without wrappers that change parameter names.
+        optimizers: function that returns the optimizers of this rank, each with `state_dict` and
             `load_state_dict`.
-        progress: returns the number of completed steps, followed by other values about the
-            progress.
-        take: sets the progress to another replica's progress.
+        progress: function that returns the number of completed steps and further progress values.
+        take: function that sets the progress of this replica to the progress of another replica.
     """
 
     lighthouse: str
@@ -280,7 +278,7 @@ class ReplicaPlace:
 
 
 class ReplicaSteps(RunFeature):
-    """Averages a run's gradients over the active replicas.
+    """A run feature that averages gradients over the active replicas.
 
     Attributes:
         replica: the connection to the other replicas; None before the first step.
@@ -304,7 +302,7 @@ class ReplicaSteps(RunFeature):
                                       place.timeout_s, place.done)
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Average the gradients. Collective. Raises `LostStep` if a replica was lost."""
+        """Average the gradients. Collective. A `LostStep` is raised if a replica was lost."""
         assert self.replica is not None
         tensors = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # NaN makes all replicas skip this step
@@ -343,18 +341,18 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
 
 def is_replica(lighthouse: str | None, replica: int,
                unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
-    """Return whether a run is one of several replicas.
+    """Return true if a run is one of several replicas.
 
     Raises:
-        ValueError: torchft is not installed, the replica number is invalid, a setting is
-            incompatible (`unfit` returns settings of the host, see `refuse_unfit`), or a run
-            without a lighthouse has a number.
+        ValueError: If torchft is not installed, the replica number is invalid, a setting is
+            incompatible (`unfit` returns the settings of the host; see `refuse_unfit`), or a run
+            without a lighthouse has a replica number.
     """
     if lighthouse:
         refuse_unfit("--moe-lighthouse", unfit())
         check_settings(replica)
     elif replica:
-        raise ValueError(f"replica={replica} does not fit a run without a lighthouse, which would "
+        raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "
                          "train alone; use 0, or set the lighthouse's address (--moe-lighthouse)")
     return bool(lighthouse)
 
@@ -380,8 +378,8 @@ def _torchft() -> Any:
 
 
 def _own_address(lighthouse: str, wait_s: float) -> str:
-    """Return this machine's address as seen from a lighthouse, which may take `wait_s` seconds to
-    start.
+    """Return this machine's address as seen from a lighthouse. The lighthouse may take up to
+    `wait_s` seconds to start.
     """
     deadline = time.monotonic() + wait_s
     while True:

@@ -1,4 +1,4 @@
-"""Handling of steps and evaluations in which rows did not fit (`dispatch.name: bounded`): they
+"""Handling of steps and evaluations whose rows exceeded a buffer (`dispatch.name: bounded`): they
 raise an error or are repeated.
 """
 
@@ -25,11 +25,11 @@ MAX_SKIPPED_STEPS = 10  # consecutive; steps that reduce a loss scale do not cou
 
 
 class FiniteSteps(RunFeature):
-    """Skips steps with a loss or gradient that is not finite on any rank.
+    """A run feature that skips a step if the loss or a gradient is not finite on any rank.
 
     Attributes:
         skipped: total number of skipped steps.
-        in_a_row: number of skipped steps since the last good step.
+        in_a_row: number of consecutive skipped steps up to now.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class FiniteSteps(RunFeature):
         """Check the gradients. Collective.
 
         Raises:
-            SkipStep: the loss or a gradient is not finite; raised on all ranks.
-            FloatingPointError: `MAX_SKIPPED_STEPS` consecutive steps were skipped.
+            SkipStep: If the loss or a gradient is not finite. The exception is raised on all ranks.
+            FloatingPointError: If `MAX_SKIPPED_STEPS` consecutive steps were skipped.
         """
         if gradients.finite():
             self.in_a_row = 0
@@ -58,8 +58,8 @@ class FiniteSteps(RunFeature):
         raise SkipStep(text)
 
     def take_unscaled(self) -> int:
-        """Return the number of steps skipped since the last call, without steps that reduce a loss
-        scale.
+        """Return the number of steps skipped since the last call, excluding steps that were skipped
+        to reduce a loss scale.
         """
         taken, self._unscaled = self._unscaled, 0
         return taken
@@ -71,10 +71,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class _AskedBefore:
-    """Flags that the ranks of a group have agreed on, by model, stored in the group's state
+    """Flags on which the ranks of a group have agreed, stored for each model in the group's state
     (`comm.state`).
 
-    References to the models are weak.
+    The models are stored as weak references.
     """
 
     models: WeakKeyDictionary[nn.Module, Sequence[bool]] = field(
@@ -82,17 +82,19 @@ class _AskedBefore:
 
 
 class RowsCheck:
-    """A check whether the rows of models fit, made by all ranks. The constructor is collective.
+    """A check, made by all ranks, of whether the rows of models exceed their buffers. The
+    constructor is collective.
 
     Args:
-        models: this rank's models. They may have no layer with bounded rows even if models of other
-            ranks have one.
-        world: all ranks of the models, including replicas and pipeline stages.
-        asked: optional. Flags agreed on before, in which case the constructor is not collective.
+        models: this rank's models. These models may have no layer with bounded rows even if models
+            of other ranks have one.
+        world: all ranks that share the models, including replicas and pipeline stages.
+        asked: optional. Flags on which the ranks agreed earlier. If they are given, the constructor
+            is not collective.
 
     Attributes:
-        active: whether any rank has a layer to check.
-        repeats: whether any rank's limit repeats steps.
+        active: whether any rank has a layer whose rows must be checked.
+        repeats: whether the setting of any rank's layers requests that steps are repeated.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -107,7 +109,7 @@ class RowsCheck:
 
     @classmethod
     def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
-        """Create a check for a model's current layers. Collective at the first use in a group."""
+        """Create a check for a model's current layers. The first use in a group is collective."""
         known = world.state.get(_AskedBefore).models
         check = cls([model], world, known.get(model))
         known[model] = check.active, check.repeats
@@ -115,7 +117,9 @@ class RowsCheck:
 
     @property
     def limits(self) -> list[Limit]:
-        """The current limits of the layers. A different expert-parallel size changes the limits."""
+        """The current limits of the layers. The limits are different for a different
+        expert-parallel size.
+        """
         return _limits(self._layers)
 
     def forget(self) -> None:
@@ -124,12 +128,16 @@ class RowsCheck:
             limit.forget()
 
     def overflowed(self) -> bool:
-        """Return whether rows did not fit on any rank, see `dispatch.rows_limit.overflowed`."""
+        """Return true if rows exceeded a buffer on any rank; see
+        `dispatch.rows_limit.overflowed`.
+        """
         return self.active and overflowed(self.limits, self.world)
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
-    """Return the limits of all layers of these models, and of the pages that they share."""
+    """Return the limits of all layers of these models, and the limits of the pages that the layers
+    share.
+    """
     return _limits(layers_in(*models))
 
 
@@ -142,28 +150,31 @@ def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
-    """Return the result of `step()`. If rows did not fit, its gradients are discarded and the step
-    is repeated.
+    """Return the result of `step()`, which is repeated until all rows fit into the buffers. If rows
+    exceeded a buffer, the gradients of the step are discarded and the step is repeated.
 
     A repetition starts with the same state of torch's random generators, the same buffers and the
-    same sums of statistics (`StatsRecorder`), but with a larger bound on all ranks. This applies to
-    layers with `dispatch.name=bounded`. If no rank has such a layer, the function only calls
-    `step()`. Update the parameters afterwards:
+    same sums of statistics (`StatsRecorder`), but with a larger row limit on all ranks. This
+    applies to layers with `dispatch.name=bounded`. If no rank has such a layer, the function only
+    calls `step()`. Update the parameters afterwards:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
-    An evaluation is a step without gradients; call this function inside `torch.no_grad()`.
+    An evaluation is treated as a step without gradients, for which this function is called inside
+    `torch.no_grad()`.
 
     Args:
-        model: model of this rank. The first call for a model in a group is collective, and all
-            ranks make it.
-        step: runs forward and backward passes, which set or add to the parameters' gradients. The
-            gradients are set to None before, unless gradients are disabled.
-        world: optional. All ranks that train the model, including replicas. Defaults to the default
-            group.
+        model: model of this rank. The first call for a model in a group is collective, so all ranks
+            must make it.
+        step: function that runs the forward and backward passes, which set or add to the
+            parameters' gradients. The gradients are set to None before each call, unless gradients
+            are disabled.
+        world: optional. The group of all ranks that train the model, including replicas. Defaults
+            to the default group.
     Raises:
-        RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all ranks.
+        RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The exception
+            is raised on all ranks.
     """
     world = default_comm() if world is None else world
     rows = RowsFit([model], world, check=RowsCheck.of(model, world))
@@ -185,7 +196,7 @@ class StepStart:
     buffers and statistics.
 
     Args:
-        models: models with the buffers.
+        models: models whose buffers are saved.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -196,14 +207,14 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Restore the state and discard the step's statistics, in order to repeat the step."""
+        """Restore the state and discard the statistics of the step, before the step is repeated."""
         logger.info("rows of a step did not fit; the bound was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()
         self.restore()
 
     def restore(self) -> None:
-        """Restore the random generators and buffers."""
+        """Restore the random generators and the buffers."""
         for buffer, kept in zip(self._now(), self._buffers, strict=True):
             buffer.copy_(kept)
         torch.set_rng_state(self._random)
@@ -216,22 +227,23 @@ class StepStart:
 
 
 class VotesOnRows(Protocol):
-    """The method of votes that `RowsFit` uses."""
+    """The interface of the votes that `RowsFit` uses."""
 
     def rows_overflowed(self) -> bool:
-        """Return `RowsCheck.overflowed` by vote."""
+        """Return the result of `RowsCheck.overflowed`, determined by vote."""
 
 
 class RowsFit(RunFeature):
-    """Repeats steps and evaluations of a run until their rows fit. Created by all ranks;
-    collective.
+    """A run feature that repeats steps and evaluations until their rows fit into the buffers. The
+    constructor is collective and must be called by all ranks.
 
     Args:
         models: this rank's parts of the model. A pipeline stage may have no MoE layer.
-        world: all ranks of the models.
-        start: creates a snapshot of the state that passes change, for a list of models.
-        check: optional. An existing check. By default a check of these models is created.
-        votes: optional. The votes of the run.
+        world: all ranks that share the models.
+        start: function that creates a snapshot of the state that passes change, for a list of
+            models.
+        check: optional. An existing check. By default a new check of these models is created.
+        votes: optional. The votes of the run, if there are any.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -247,12 +259,12 @@ class RowsFit(RunFeature):
         return self.start(self.models).rewind if self.check.repeats else None
 
     def after_passes(self) -> None:
-        """Check whether all rows fit, see `RunFeature.after_passes`.
+        """Check whether all rows fit into the buffers; see `RunFeature.after_passes`.
 
         Raises:
-            StepRepeat: rows did not fit. The bound has been raised on all ranks.
-            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all
-                ranks.
+            StepRepeat: If rows exceeded a buffer. The row limit has then been raised on all ranks.
+            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The
+                exception is raised on all ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

@@ -1,4 +1,4 @@
-"""Changes of a run's expert-parallel size between two steps (`resize.expert_parallel_at`)."""
+"""Changes of the expert-parallel size between two steps of a run (`resize.expert_parallel_at`)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertParallelSteps(RunFeature):
-    """Sets the expert-parallel size of a run before each step.
+    """A run feature that sets the expert-parallel size before each step.
 
-    This includes the first step after a checkpoint, which may have been written with any size.
+    This includes the first step after a checkpoint is loaded, which may have been written with any
+    size.
 
     Args:
-        config: settings of the run: `resize` contains the sizes, and `observe.jsonl` the file for a
-            record of each change.
+        config: settings of the run. `resize` contains the sizes, and `observe.jsonl` is the path of
+            the file in which each change is recorded.
         size: expert-parallel size with which the run was built, used before the first change.
-        change: changes groups, layers, optimizer and gradient reduction to a new size with
-            `checkpoint.resize.change_expert_parallel`; collective.
+        change: function that changes groups, layers, optimizer and gradient reduction to a new
+            size, using `checkpoint.resize.change_expert_parallel`; collective.
         world: data-parallel ranks. Rank 0 writes the records.
-        host: name of the host that trains.
+        host: name of the host in which the model is trained.
     """
 
     def __init__(self, config: RunConfig, size: int, change: Callable[[int], None], world: Comm,
@@ -44,7 +45,7 @@ class ExpertParallelSteps(RunFeature):
         self.change, self.world, self.host = change, world, host
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Change the size, if needed, before the step starts."""
+        """Change the expert-parallel size before the step starts, if this is necessary."""
         wanted = self.resize.size_at(step.number, self.built)
         if wanted != self.size:
             self._change(step.number, wanted)
@@ -83,7 +84,8 @@ def expert_parallel_steps(config: RunConfig, models: Iterable[nn.Module], size: 
         world: see `ExpertParallelSteps`.
         host: see `ExpertParallelSteps`.
     Raises:
-        ValueError: a size does not fit the ranks or a layer. The message contains the setting.
+        ValueError: If a size is incompatible with the number of ranks or with a layer. The error
+            message contains the name of the setting.
     """
     if not config.resize.expert_parallel_at:
         return None

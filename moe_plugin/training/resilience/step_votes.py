@@ -1,4 +1,4 @@
-"""Votes on the gradients of a run's steps, in every host; see `resilience.vote`."""
+"""Votes on the gradients of a run's steps, for every host; see `resilience.vote`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _EVERY_S = 0.1  # interval between requests to a lighthouse that does not answer
 
 
 def retries(wait_s: float) -> int:
-    """Return how often torchft repeats its request to an unavailable lighthouse within `wait_s`
-    seconds.
+    """Return the number of times that torchft repeats its request to an unavailable lighthouse
+    within `wait_s` seconds.
     """
     return max(0, round(wait_s / _EVERY_S) - 1)
 
@@ -42,17 +42,18 @@ def retries(wait_s: float) -> int:
 class Quorums:
     """A replacement for torchft's quorum client that assigns unique numbers to quorums.
 
-    A lighthouse counts its quorums from 1, and starts again at 1 after a restart. torchft considers
-    a quorum unchanged if its number did not change. It finds the other replicas under this number
-    in a store, which may still contain the entries of an earlier quorum. The numbers assigned here
-    are not used twice, and all members of a quorum compute the same number.
+    A lighthouse numbers its quorums from 1, and starts again at 1 after a restart. torchft
+    considers a quorum unchanged if its number did not change. torchft looks up the other replicas
+    under this number in a store, which may still contain the entries of an earlier quorum. The
+    numbers assigned by this client are not used twice, and all members of a quorum compute the same
+    number.
 
     Args:
         client: torchft's client.
 
     Attributes:
-        least_count: smallest step count for steps in the current quorum, larger than any replica's
-            count in an earlier quorum.
+        least_count: smallest allowed step count in the current quorum, which is larger than any
+            replica's count in an earlier quorum.
     """
 
     def __init__(self, client: Any) -> None:
@@ -82,12 +83,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileBatch:
-    """A micro-batch of this rank in a step with votes.
+    """A micro-batch that this rank processes in a step with votes.
 
     Attributes:
-        batch: the batch from the host; None if it only fills up a short step.
-        begins: whether it is the first micro-batch of its file.
-        counts: whether it counts in the log, which is true on the first of the file's workers.
+        batch: the batch from the host; None if this entry only pads a step with fewer
+            micro-batches.
+        begins: whether this is the first micro-batch of its file.
+        counts: whether the micro-batch is counted in the log, which is true only on the first
+            worker of the file.
     """
 
     batch: Any
@@ -96,17 +99,21 @@ class FileBatch:
 
 
 class StepVotes(RunFeature):
-    """Votes in the steps of a run. Created by all ranks; collective.
+    """Votes on the gradients in the steps of a run. The constructor is collective and must be
+    called by all ranks.
 
-    The micro-batches that all ranks would process without votes form the files, in turns. Each
-    worker computes the micro-batches of its own files. The host reports where a file begins.
+    The micro-batches that all ranks would process without votes are assigned to the files in turn.
+    Each worker computes the micro-batches of its own files. The host calls `begin_file` at
+    the beginning of each file.
 
     Args:
         ballots: votes among the ranks that store the same parameters as this rank.
-        models: models whose trainable parameters, equal on these ranks, receive the gradients.
-        gradient_of: returns a parameter's gradient, or None if there is no gradient.
-        start: creates a snapshot of the random generators, called with an empty list of models.
-        group: process group of the ranks.
+        models: models whose trainable parameters receive the gradients. These parameters are equal
+            on the voting ranks.
+        gradient_of: function that returns a parameter's gradient, or None if there is no gradient.
+        start: function that creates a snapshot of the random generators. It is called with an empty
+            list of models.
+        group: process group of the voting ranks.
 
     Attributes:
         running: whether a step is being computed.
@@ -137,7 +144,9 @@ class StepVotes(RunFeature):
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """Surround a step, in which twins compute identically."""
+        """Return a context manager for a step, in which the workers of a file compute
+        identically.
+        """
         self.step = step.number
         with alike(self.layers):
             self.running = True
@@ -152,8 +161,7 @@ class StepVotes(RunFeature):
         return self.deal([batch for turn in itertools.zip_longest(*every) for batch in turn])
 
     def deal(self, in_turn: list[Any]) -> list[Any]:
-        """Select the micro-batches of this rank's files from the micro-batches of all ranks in
-        turn.
+        """From the micro-batches of all ranks, select in turn those of this rank's files.
         """
         me, self.dealt = self.ballots.comm.rank, []
         position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
@@ -177,12 +185,14 @@ class StepVotes(RunFeature):
         return files
 
     def before_passes(self) -> Callable[[], None]:
-        """Discard the answers of passes that are repeated."""
+        """Discard the answers of passes that will be repeated."""
         self._restart()
         return self._restart
 
     def begin_file(self) -> None:
-        """Start this rank's next file. The gradients are zero, or belong to the previous file."""
+        """Start the next file of this rank. When this method is called, the gradients are zero or
+        belong to the previous file.
+        """
         if self._began is None:
             self._began = self.start([])  # at this point the host has set the seed of this step
         else:
@@ -201,7 +211,8 @@ class StepVotes(RunFeature):
             limit.forget()
 
     def rows_overflowed(self) -> bool:
-        """Return whether rows did not fit, by vote (see `Ballots.rows_needed`). Collective.
+        """Return true if rows exceeded a buffer, determined by vote (see `Ballots.rows_needed`).
+        Collective.
 
         The method is called after `finish`, or at the end of an evaluation.
         """
@@ -216,11 +227,11 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """Vote on an evaluation, whose batches have no copies on other workers.
+        """Vote on an evaluation, in which batches are not copied to other workers.
 
-        The evaluation is repeated, or raises an error, if rows of a majority of workers did not
-        fit. If rows of a minority did not fit, their outputs are NaN, and their bound is raised for
-        later evaluations.
+        The evaluation is repeated, or an error is raised, if rows exceeded a buffer for a majority
+        of workers. If rows exceeded a buffer only for a minority, their outputs are NaN, and their
+        row limit is raised for later evaluations.
         """
         own_N = needed_of(self.limits, self.ballots.comm.device)
         most_K = most_of(self.limits, own_N)
@@ -232,11 +243,11 @@ class StepVotes(RunFeature):
         return settle(self.limits, torch.cat([agreed_K, own_N]))
 
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
-        """Return the sums over all files, by vote: float64 [S]. Collective.
+        """Return the sums over all files, determined by vote, as float64 [S]. Collective.
 
         Args:
-            mine: [S] for this rank's part of each of its files. Entries may be missing if memory
-                ran out.
+            mine: sums [S] of this rank's part of each of its files. Entries may be missing if the
+                device ran out of memory.
         """
         missing = len(self.ballots.files) - len(mine)
         sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
@@ -245,11 +256,12 @@ class StepVotes(RunFeature):
 
     @torch.no_grad()
     def finish(self, shared_scale: float, expert_scale: float) -> None:
-        """Set all gradients by vote, scaled, and log ranks that were outvoted. Collective.
+        """Set all gradients to the scaled result of the vote, and log ranks that were outvoted.
+        Collective.
 
         Args:
-            shared_scale: factor for gradients that are summed over a worker's ranks.
-            expert_scale: factor for gradients of each rank's own experts.
+            shared_scale: factor for gradients that are summed over the ranks of a worker.
+            expert_scale: factor for the gradients of each rank's own experts.
         """
         if not self.running or self._began is None:
             return
@@ -272,16 +284,16 @@ class StepVotes(RunFeature):
                            self.ranks_of(verdict.outvoted), list(verdict.undecided))
 
     def ranks_of(self, workers: Iterable[int]) -> list[int]:
-        """Return the ranks of workers in the job, ascending."""
+        """Return the global ranks of workers in ascending order."""
         return sorted(rank for worker in workers for rank in self._ranks_KW[worker])
 
 
 def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
-    """Create the votes of data-parallel ranks, with the expert-parallel groups of a model as
-    workers. Collective.
+    """Create the votes of data-parallel ranks, in which each expert-parallel group of a model is a
+    worker. Collective.
 
     Raises:
-        ValueError: there is no such assignment for this number of workers.
+        ValueError: If there is no such assignment for this number of workers.
     """
     worker = next((layer.comm for layer in layers_in(model)), LocalComm())
     assignment = assign(guard.assignment, world.size // worker.size, guard.votes)
@@ -291,7 +303,7 @@ def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
 
 
 def _ranks_of_workers(ballots: Ballots) -> list[list[int]]:
-    """Return the ranks in the job by worker. Collective."""
+    """Return the global ranks of each worker. Collective."""
     comm, worker = ballots.comm, ballots.worker
     own_W = worker.all_gather(torch.tensor([comm.ranks[comm.rank]], device=comm.device))
     return comm.all_gather(own_W).view(-1, worker.size).tolist()

@@ -1,10 +1,11 @@
-"""Stopping of a run by its user (SIGINT, Ctrl-C): one rank prints one line with the step, the last
-checkpoint, and how to resume.
+"""Handling of a run that its user stops (SIGINT, Ctrl-C): one rank prints one line with the step,
+the last checkpoint, and how to resume.
 
-The signal may arrive twice, from the terminal and from a launcher. Python may also lose the
-`KeyboardInterrupt` that it raises, for example in a destructor. If another rank is faster, this
-rank may first see a broken connection. Therefore any error that ends a run after the signal counts
-as the stop, and loops check again in each step (`Stopping.around_step`).
+The process may receive the signal twice, from the terminal and from a launcher. Python may also
+lose the `KeyboardInterrupt` that it raises, for example in a destructor. If another rank ends
+earlier, this rank may first see a broken connection. Therefore any error that ends a run after the
+signal is treated as a stop by the user, and loops check for the signal again in each step
+(`Stopping.around_step`).
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class Stopping(RunFeature):
         """Record that training starts or resumes.
 
         Args:
-            step: returns the number of completed steps.
+            step: function that returns the number of completed steps.
             saved: step of the checkpoint in `folder` from which the run resumes; None if it does
                 not resume.
-            folder: folder of checkpoints; None if nothing is saved.
-            how: command that resumes from the newest checkpoint in the folder, such as "the same
-                command".
+            folder: folder of the checkpoints; None if no checkpoints are saved.
+            how: instruction for resuming from the newest checkpoint in the folder, such as "the
+                same command".
         """
         self._step, self.saved, self._folder, self._how = step, saved, folder or "", how
 
@@ -77,8 +78,8 @@ RUN = Stopping()
 
 @contextmanager
 def stops_in_one_line() -> Iterator[None]:
-    """Handle SIGINT for a whole run in the main thread, see the module docstring. The process ends
-    with `STATUS`.
+    """Handle SIGINT during a whole run in the main thread; see the module docstring. The process
+    ends with the exit status `STATUS`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

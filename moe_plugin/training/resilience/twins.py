@@ -1,15 +1,15 @@
 """Detection of processors that compute wrong results.
 
 Every n steps, ranks that store the same parameters compute the same micro-batch and compare all
-results bit by bit. Such ranks are called twins. Twins are the ranks at the same position in their
-expert-parallel groups; without experts, or with groups of one rank, all data-parallel ranks are
-twins.
+results bit by bit. Ranks that store the same parameters are called twins. Twins are the ranks at
+the same position in their expert-parallel groups; without experts, or with groups of one rank, all
+data-parallel ranks are twins.
 
 The compared values are checksums of the output of each module, of the gradients at these outputs
-and of the gradients of the parameters, in the order in which they are computed. Exchanges send
-wrong numbers to other ranks, so only the first difference counts: it is on the rank that caused it.
-Among three or more twins, the twin that differs from the majority is reported. Of two twins, both
-are reported.
+and of the gradients of the parameters, in the order in which they are computed. A rank with wrong
+numbers sends them to other ranks in exchanges, so only the first difference counts: it is on the
+rank that caused it. Among three or more twins, the twin that differs from the majority is reported.
+If there are only two twins, both are reported.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _HOST_BYTES = 64
 
 @dataclass(eq=False)
 class WrongResultError(RuntimeError):
-    """Ranks computed different results than their twins; raised on all ranks.
+    """Raised on all ranks if ranks computed results that differ from those of their twins.
 
     Attributes:
         step: step of the check.
-        ranks: ranks in the world; several if the faulty twin cannot be identified.
-        hosts: host names of these ranks.
+        ranks: global ranks with different results. There are several if the faulty twin cannot be
+            identified.
+        hosts: host names of the ranks in `ranks`.
         where: description of the first result that differs.
     """
 
@@ -66,8 +67,8 @@ class WrongResultError(RuntimeError):
 
 
 class TwinCheck(RunFeature):
-    """A check of the results of twins, see the module docstring. It runs only if a check is
-    created:
+    """A check that compares the results of twins; see the module docstring. A run performs the
+    check only if a `TwinCheck` is created:
 
         check = TwinCheck(model, every=1000)
         for step, batch in enumerate(batches, 1):
@@ -75,20 +76,20 @@ class TwinCheck(RunFeature):
                 check(step, batch, lambda batch: loss_of(model, batch))
             ...
 
-    The training step is not affected: no gradient, buffer or random state changes. A check costs
-    one forward and one backward pass every `every` steps.
+    The check does not affect the training step: no gradient, buffer or random state changes. A
+    check costs one forward pass and one backward pass, and is made every `every` steps.
 
     Args:
-        model: model that is not compiled, and does not use reentrant checkpointing, which does not
+        model: model that is neither compiled nor uses reentrant checkpointing, which does not
             support `autograd.grad`. Collective.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
         every: number of steps from one check to the next.
-        start: creates an object that saves the state which the check must not change, for a list of
-            models.
-        kept: context manager around a check in the steps of a run, which restores the state that
-            passes change in the host.
+        start: function that creates, for a list of models, an object that saves the state which the
+            check must not change.
+        kept: context manager that is entered around a check in the steps of a run, and restores the
+            state that passes change in the host.
     Raises:
-        ValueError: `every` < 1, or this rank has no twin.
+        ValueError: If `every` is below 1, or if this rank has no twin.
     """
 
     def __init__(self, model: nn.Module, world: Comm | None = None, *, every: int,
@@ -111,11 +112,13 @@ class TwinCheck(RunFeature):
         self._places = self.world.all_gather(place).flatten().tolist()
 
     def due(self, step: int) -> bool:
-        """Return whether the check runs before this step (from 1)."""
+        """Return true if the check runs before this step (counted from 1)."""
         return step % self.every == 0
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Run the check before the step, if it is due. Raises `WrongResultError` on all ranks."""
+        """Run the check before the step if a check is due. A `WrongResultError` is raised on all
+        ranks if results differ.
+        """
         assert step.batch is not None and step.loss_of is not None
         if self.due(step.number):
             with self.kept():
@@ -123,15 +126,16 @@ class TwinCheck(RunFeature):
         return nullcontext()
 
     def __call__(self, step: int, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-        """Compute a micro-batch of one twin on all twins, and compare the results. Collective.
+        """Compute the same micro-batch on all twins, and compare the results. Collective.
 
         Args:
-            step: number of the step, the same on all ranks. It determines whose micro-batch is
-                used.
-            batch: this rank's micro-batch: tensors in any containers that can be pickled.
-            loss_of: computes the loss of a batch with the model's forward pass.
+            step: index of the step, which must be the same on all ranks. The step determines which
+                twin's micro-batch is used.
+            batch: micro-batch of this rank, which consists of tensors in any containers that can be
+                pickled.
+            loss_of: function that computes the loss of a batch with the model's forward pass.
         Raises:
-            WrongResultError: results differ; raised on all ranks.
+            WrongResultError: If results differ. The exception is raised on all ranks.
         """
         batch = self._shared(batch, (step // self.every) % self.twins.size)
         start = self.start([self.model])
@@ -144,7 +148,7 @@ class TwinCheck(RunFeature):
         self._compare(step, seen)
 
     def _shared(self, batch: Any, root: int) -> Any:
-        """Return the batch of the twin `root` on all twins."""
+        """Return on all twins the batch of the twin `root`."""
         payload = io.BytesIO()
         if self.twins.rank == root:
             torch.save(batch, payload)
@@ -186,10 +190,10 @@ class TwinCheck(RunFeature):
 
 def _first_difference(sums: Sequence[Sequence[Any]],
                       places: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the index of the first difference between ranks at the same position, and the ranks
-    that differ from the majority.
+    """Return the index of the first result that differs between ranks at the same position, and the
+    ranks that differ from the majority.
 
-    All ranks of a position are returned if no value has a majority.
+    If no value has a majority, all ranks at the position are returned.
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
@@ -208,8 +212,8 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 @contextmanager
 def alike(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Make layers compute with their fixed layout, and by rules instead of measured times, so that
-    twins get the same bits.
+    """Make layers compute with a fixed layout and choose it by rules instead of measured times, so
+    that twins get bitwise equal results.
     """
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -225,8 +229,8 @@ class _Recorder:
     """Checksums of a model's results, in the order of computation.
 
     Attributes:
-        sums: checksums, int64 [2] each.
-        names: description of each result.
+        sums: checksum of each recorded result, int64 [2].
+        names: description of each recorded result.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -260,8 +264,8 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts that records the gradients of their rows, which are sent to
-        other ranks.
+        """Return a hook for experts that records the gradients of the experts' rows, which are sent
+        to other ranks.
         """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)
@@ -283,9 +287,9 @@ class _Recorder:
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Return two sums of a tensor's bits, int64 [2] on its device.
+    """Return two sums of a tensor's bits as int64 [2] on the tensor's device.
 
-    Any single changed bit changes the first sum, and exchanged elements change the second sum.
+    Any single changed bit changes the first sum, and swapping two elements changes the second sum.
     """
     bytes_N = x.detach().contiguous().view(-1).view(torch.uint8)
     words_N = torch.nn.functional.pad(bytes_N, (0, -len(bytes_N) % 8)).view(torch.int64)

@@ -1,12 +1,14 @@
-"""Gradients of data-parallel ranks that tolerate ranks with arbitrary wrong results (ByzShield).
+"""Gradients of data-parallel ranks that are robust against arbitrary wrong results of some ranks
+(ByzShield).
 
 Every file of a batch is computed by several workers, as assigned by `planner.vote_assignments`. For
-each file, the answer given by the majority of its workers is used. Answers are compared bit by bit,
-so the workers must compute identically. Over the files, the coordinate-wise median is computed.
+each file, the answer given by the majority of the file's workers is used. Answers are compared bit
+by bit, so the workers must compute identically. The results of the files are combined by the
+coordinate-wise median.
 
-A worker is a rank, or a block of ranks among which a model is distributed. In the latter case,
-ranks at the same position in their blocks vote on the results of this position, and the votes of
-other positions are independent.
+A worker is a single rank, or a block of ranks over which a model is distributed. If workers are
+blocks, ranks at the same position in their blocks vote on the results of this position, and the
+votes of different positions are independent.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ AGGREGATES = ("median", "mean")
 
 
 def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """Find the answer on which most copies agree bit by bit.
+    """Find the answer on which most copies agree bitwise.
 
     Args:
-        copies: tensors of one shape and dtype. Equal NaNs agree. If several answers are equally
-            frequent, the first one is chosen.
+        copies: tensors that all have the same shape and dtype. Equal NaNs agree. If several answers
+            are equally frequent, the first one is chosen.
     Returns:
         The index of the first copy of the most frequent answer, and the indices of the copies that
-            differ from it.
+            differ from that answer.
     """
     # compared as bytes, so that -0.0 and 0.0 differ and equal NaNs agree
     bytes_ = [copy.detach().contiguous().view(-1).view(torch.uint8) for copy in copies]
@@ -51,8 +53,8 @@ def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
 
 
 def coordinate_median(x_FN: Tensor) -> Tensor:
-    """Return the median over axis 0 of [F, N], as [N]. If F is even, it is the mean of the middle
-    two values.
+    """Return the median of a tensor [F, N] over axis 0, with shape [N]. If F is even, the median is
+    the mean of the two middle values.
     """
     sorted_FN = x_FN.sort(dim=0).values
     middle = x_FN.shape[0] // 2
@@ -66,9 +68,9 @@ class Verdict:
     """The result of a vote.
 
     Attributes:
-        outvoted: workers that differed from the majority for a file, ascending.
-        undecided: files without a majority, for which the first of the most frequent answers is
-            used.
+        outvoted: workers that differed from the majority for a file, in ascending order.
+        undecided: files without a majority. For these files the first of the most frequent answers
+            is used.
     """
 
     outvoted: tuple[int, ...]
@@ -80,9 +82,9 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
 
     Args:
         answers_KLN: the answers of each worker for its files, in the order of the files.
-        assignment: files of each worker.
+        assignment: for each worker, the files that it computes.
     Returns:
-        The winning answers [F, N] by file, and the verdict.
+        The winning answers [F, N], one for each file, and the verdict.
     """
     winners, outvoted, undecided = [], set(), []
     for file, workers in enumerate(assignment.workers_of):
@@ -99,24 +101,25 @@ class Ballots:
     """The answers of all workers for their files, and the votes on them.
 
     Args:
-        assignment: worker w of the assignment is rank w of `comm`.
-        comm: the ranks that vote with this rank: one rank of each worker, at the same position in
-            the worker.
-        aggregate: aggregation over the files: `median`, or `mean` if no file can be wrong.
+        assignment: for each worker, the files that it computes. Worker w is rank w of `comm`.
+        comm: the ranks that vote with this rank, which are one rank of each worker at the same
+            position in the worker.
+        aggregate: how the results of the files are combined: by `median`, or by `mean` if no file
+            can be wrong.
         sharing: optional. Ranks of this worker that compute a file together, each with a part of
-            its batches. Defaults to this rank alone.
-        worker: optional. All ranks of this worker, including other pipeline stages. Defaults to
-            `sharing`.
+            the file's batches. By default this rank computes a file alone.
+        worker: optional. All ranks of this worker, including ranks of other pipeline stages.
+            Defaults to `sharing`.
     Raises:
-        ValueError: the number of ranks differs from the number of workers, or the aggregate is
-            unknown.
+        ValueError: If the number of ranks differs from the number of workers, or if the aggregate
+            is unknown.
     """
 
     def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median",
                  sharing: Comm | None = None, worker: Comm | None = None) -> None:
         if comm.size != assignment.workers:
             raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
-                             f"but the group has {comm.size} ranks; the numbers must be equal")
+                             f"but the group has {comm.size} ranks; these numbers must be equal")
         if aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
         self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
@@ -127,11 +130,12 @@ class Ballots:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """Files that this rank computes."""
+        """The files that this rank computes."""
         return self.assignment.files[self.comm.rank]
 
     def winners(self, mine_LN: Tensor) -> Tensor:
-        """Vote, and return the winning answers [F, N] by file. Collective.
+        """Vote on all answers, and return the winning answers [F, N], one for each file.
+        Collective.
 
         Args:
             mine_LN: answers of this rank for its files, in the order of the files.
@@ -144,25 +148,24 @@ class Ballots:
         return winners_FN
 
     def rows_needed(self, limits: Sequence[Limit], mine_LN: Tensor) -> Tensor:
-        """Return the argument of `dispatch.rows_limit.settle` by vote. Collective.
+        """Return the argument of `dispatch.rows_limit.settle`, determined by vote. Collective.
 
-        For each file the answer of the majority is used, so that no wrong rank can make all other
-        ranks repeat a step or fail.
+        For each file the answer of the majority is used, so no wrong rank can make all other ranks
+        repeat a step or fail.
 
         Args:
-            limits: limits of the layers.
-            mine_LN: rows that the limits needed in each of this rank's files.
+            limits: row limits of the layers.
+            mine_LN: number of rows that each limit needed in each of this rank's files.
         """
         most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
 
     def result(self, mine_LN: Tensor, shared: int = 0) -> Tensor:
-        """Return the aggregated result over all files: [N]. Collective.
+        """Return the result [N] of combining the answers of all files. Collective.
 
         Args:
             mine_LN: answers of this rank for its files.
-            shared: number of leading elements for which a file's answer is the sum over the ranks
-                of `sharing`.
+            shared: number of leading elements that are sums over the ranks of `sharing`.
         """
         parts = []
         for sums_up, part_LN in ((True, mine_LN[:, :shared]), (False, mine_LN[:, shared:])):
@@ -173,28 +176,28 @@ class Ballots:
         return torch.cat(parts)
 
     def summed(self, part_LN: Tensor) -> Tensor:
-        """Sum the answers of which every rank of `sharing` has a part. Collective."""
+        """Sum answers to which every rank of `sharing` contributes a part. Collective."""
         return self.sharing.all_reduce(part_LN.contiguous())
 
     def most_say(self, mine: bool) -> bool:
-        """Return whether a majority of workers answers true. Collective.
+        """Return true if a majority of workers answers true. Collective.
 
-        A worker answers true if any of its ranks does.
+        The answer of a worker is true if the answer of any of its ranks is true.
         """
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """Return the largest numbers that a majority of workers reaches, for integers `mine` of
-        shape [N]. Collective.
+        """Return the largest numbers that a majority of workers reaches, given the integers `mine`
+        [N] of this rank. Collective.
 
-        A worker reaches the maximum over its ranks.
+        The number of a worker is the maximum over its ranks.
         """
         every_K = self.comm.all_gather(self.worker.all_reduce(mine, "max")).view(-1, *mine.shape)
         return every_K.sort(0).values[(self.comm.size - 1) // 2]
 
     def verdict(self) -> Verdict:
-        """Return the verdict of all votes since the last call, over all positions of this worker.
-        Collective in the worker.
+        """Return the combined verdict of all votes since the last call, for all positions of this
+        worker. Collective among the ranks of the worker.
         """
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
         flags = torch.tensor([i in indices for indices, size in kinds for i in range(size)],
@@ -208,7 +211,7 @@ class Ballots:
 
 
 def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], int]:
-    """Return the trainable parameters with experts last, and the number of elements that do not
+    """Return the trainable parameters with the experts last, and the number of elements that do not
     belong to experts.
     """
     train = sorted((p for p in parameters if p.requires_grad), key=is_expert)
@@ -216,7 +219,8 @@ def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter]
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return gradients as one vector [N] in the widest of their dtypes. Missing gradients are zero.
+    """Return all gradients as one vector [N], in the widest dtype among them. Missing gradients are
+    treated as zero.
     """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
@@ -238,8 +242,8 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
 
 
 class VotedGradients:
-    """Gradients by vote, for a model stored completely on every rank, or on every worker of several
-    ranks.
+    """Gradients determined by vote, for a model that is stored completely on every rank, or on
+    every worker of several ranks.
 
         voted = VotedGradients(model, mols(5, 3))
         for batch in batches:                     # f files of micro-batches each
@@ -247,18 +251,18 @@ class VotedGradients:
             optimizer.step()
 
     Args:
-        model: the model that receives the gradients. Its parameters are the same on all ranks,
-            except for the experts of a worker's ranks.
+        model: the model that receives the gradients. The parameters of the model are the same on
+            all ranks, except for the experts, which are distributed over the ranks of a worker.
         assignment: see `Ballots`.
-        comm: optional. The ranks that store the same parameters as this rank, one of each worker
-            (`gradients.replicas.replica_comm`). Defaults to the ranks of the default group.
+        comm: optional. The ranks that store the same parameters as this rank, one from each worker
+            (see `gradients.replicas.replica_comm`). Defaults to the ranks of the default group.
         aggregate: see `Ballots`.
         worker: optional. The expert-parallel group of the layers. By default every rank has all
             experts.
     Raises:
-        ValueError: the number of ranks differs from the number of workers, experts are distributed
-            over other ranks than a worker's, a router follows loads that ranks report, or the
-            aggregate is unknown.
+        ValueError: If the number of ranks differs from the number of workers, experts are
+            distributed over ranks outside the worker, a router follows loads that ranks report, or
+            the aggregate is unknown.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
@@ -276,25 +280,26 @@ class VotedGradients:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """Files that this rank computes."""
+        """The files that this rank computes."""
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
-        """Compute this rank's files, vote, and set every parameter's gradient. Collective.
+        """Compute this rank's files, vote, and set the gradient of every parameter. Collective.
 
-        If rows of a file did not fit (`dispatch.name: bounded`) according to the majority of its
-        workers, all files are computed again, or an error is raised on all ranks. Do not use
-        `until_rows_fit` around this method.
+        If, according to the majority of its workers, rows of a file exceeded a buffer
+        (`dispatch.name: bounded`), all files are computed again, or an error is raised on all
+        ranks. Do not wrap this method in `until_rows_fit`.
 
         Args:
-            loss_of: computes the loss of a file, with the same bits on each of its workers; draw
-                random numbers from the file's number. Called once for each of this rank's files. If
-                a worker has several ranks, each rank computes its part, and the loss is their sum.
+            loss_of: function that computes the loss of a file. The result must have the same bits
+                on each worker of the file, so random numbers must be drawn from the index of the
+                file. The function is called once for each of this rank's files. If a worker has
+                several ranks, each rank computes its part, and the loss is the sum over the ranks.
         Returns:
-            The verdict, the same on all ranks.
+            The verdict, which is the same on all ranks.
         Raises:
-            RowsOverflow: rows did not fit, and `dispatch.on_overflow` is error; raised on all
-                ranks.
+            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The
+                exception is raised on all ranks.
         """
         def passes() -> Tensor:
             self._needed.clear()
@@ -308,7 +313,7 @@ class VotedGradients:
         return self.ballots.verdict()
 
     def _gradients(self, loss: Tensor) -> Tensor:
-        """Return the gradients of a file, and record how many rows it needed."""
+        """Return the gradients of a file, and record how many rows the file needed."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self._needed.append(needed_of(self._limits, self.ballots.comm.device))
         for limit in self._limits:
@@ -316,7 +321,9 @@ class VotedGradients:
         return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """Return whether rows did not fit by vote, see `Ballots.rows_needed`. Collective."""
+        """Return true if rows exceeded a buffer, determined by vote; see `Ballots.rows_needed`.
+        Collective.
+        """
         return settle(self._limits, self.ballots.rows_needed(self._limits,
                                                              torch.stack(self._needed)))
 
@@ -331,13 +338,13 @@ def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
 
 
 def refuse_reported_loads(model: nn.Module) -> None:
-    """Raise a `ValueError` if a router follows loads that all ranks report.
+    """Raise a `ValueError` if a router uses loads that all ranks report.
 
     These loads are not voted on, so one wrong rank would change the biases of all ranks.
     """
     for name, module in model.named_modules():
         if isinstance(module, RouterModule) and module.step_sums():
             raise ValueError(
-                f"router {type(module).__name__} of {name!r} does not fit votes: its biases follow "
-                "loads that every rank reports and that are not voted on. Use router.name=topk "
-                "with losses.gshard, or router.bias_rate=0 (fixed biases) if the router has it")
+                f"router {type(module).__name__} of {name!r} cannot be used with votes: its biases "
+                "follow loads that every rank reports without a vote. Use router.name=topk with "
+                "losses.gshard, or router.bias_rate=0 (fixed biases) if the router has it")

@@ -100,7 +100,7 @@ def test_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"window": 3}, "image=16, patch=2 and window=3 do not fit: image must be"),
+    ({"window": 3}, "image=16, patch=2 and window=3 cannot be combined: image must be"),
     ({"moe_blocks": ((2,), ())}, "block 2 of stage 0, but this stage has only 2"),
 ])
 def test_sizes_that_do_not_fit(change: dict, message: str) -> None:

@@ -1,5 +1,5 @@
-"""The code with which a trainer sends micro-batches through the stages of a swarm, and trainers
-that join the leading trainer (`rounds`).
+"""Code with which a trainer sends micro-batches through the stages of a swarm, and code for
+trainers that join the leading trainer (`rounds`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ RoundId = tuple[str, int, int]  # "train" or "evaluate", step, index within the 
 
 @dataclass
 class Driven:
-    """The result of a micro-batch.
+    """The result of processing a micro-batch.
 
     Attributes:
-        loss: loss, including balance losses.
+        loss: loss of the micro-batch, including balance losses.
         logged: additional values returned by the loss function.
     """
 
@@ -47,15 +47,16 @@ class Driven:
 
 
 class Driver:
-    """Sends micro-batches through the stages, for one trainer.
+    """A sender of micro-batches through the stages, for one trainer.
 
     Args:
-        stages: number of stages.
-        members: the peers, with the load caused by this trainer.
-        connections: connections to peers.
-        took: called with (stage, micro-batch, peer, request). Returns whether the leading trainer
-            has counted a backward pass. If it returns False, another peer must repeat the pass.
-        lost: called with (stage, peer, reason) for a peer that failed.
+        stages: number of pipeline stages.
+        members: the peers, with the load that this trainer causes on each peer.
+        connections: open connections to peers.
+        took: function that is called with (stage, micro-batch, peer, request) after a peer
+            answered. A function that returns whether the leading trainer has counted a backward
+            pass. If this function returns False, another peer must repeat the pass.
+        lost: function that is called with (stage, peer, reason) for a peer that failed.
         run: settings of the run; see `Swarm`.
     """
 
@@ -67,10 +68,12 @@ class Driver:
         self.resent, self._counting = 0, threading.Lock()
 
     def journey(self, kind: str, step: int, number: int, micro_batch: tuple[Tensor, Any]) -> Driven:
-        """Send a micro-batch (input, target) through all stages and, for training, back.
+        """Send a micro-batch (input, target) forward through all stages and, for training,
+        backward.
 
         Raises:
-            RuntimeError: no peer of a stage completed a task. The message contains the reasons.
+            RuntimeError: If no peer of a stage completed a task. The error message contains the
+                reasons.
         """
         x, target = micro_batch
         inputs, last = [packed(x, self.run["wire"])], self.stages - 1
@@ -93,7 +96,7 @@ class Driver:
         return Driven(loss, logged)
 
     def task(self, stage: int, step: int, number: int, what: str, values: Message) -> Message:
-        """Run a task on a peer of the stage, or on another peer if no answer arrives."""
+        """Run a task on a peer of the stage, or on a different peer if no answer arrives."""
         size = BACKWARD if what == "backward" else 1.0
         reasons: dict[Address, str] = {}
         rounds = 0
@@ -125,24 +128,25 @@ class Driver:
 
 
 class JoinedTrainer:
-    """An additional trainer of a swarm. It reads the same data as the leading trainer, and drives
-    some of the micro-batches of each step.
+    """A trainer that helps the leading trainer of a swarm. A joined trainer reads the same data as
+    the leading trainer, and processes some of the micro-batches of each step.
 
-    It can join, leave and fail at any time; the leading trainer drives the micro-batches that are
-    not completed.
+    A joined trainer can join, leave and fail at any time. The leading trainer then processes the
+    micro-batches that are not completed.
 
     Args:
-        address: address of the leading trainer, a `Swarm`.
-        in_flight: number of micro-batches at a time; 0: two per peer.
-        timeout_s: seconds to wait for an answer of the leading trainer.
+        address: address of the leading trainer, which is a `Swarm`.
+        in_flight: number of micro-batches that are processed at the same time; 0: two per peer.
+        timeout_s: maximum time in seconds to wait for an answer of the leading trainer.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
     Raises:
-        OSError: no trainer answers within `timeout_s`.
+        OSError: If no trainer answers within `timeout_s`.
 
     Attributes:
-        steps: number of steps done by the swarm. The data of the next step must be passed first.
-        driven: number of micro-batches driven by this trainer.
+        steps: number of steps that the swarm has completed. The next call of `step` must receive
+            the data of the next step.
+        driven: number of micro-batches processed by this trainer.
     """
 
     def __init__(self, address: Address, *, in_flight: int = 0, timeout_s: float = 60.0,
@@ -168,21 +172,22 @@ class JoinedTrainer:
                 time.sleep(self.timeout_s / BEATS / BEATS)
 
     def step(self, micro_batches: MicroBatches) -> Message:
-        """Help with the next step.
+        """Process micro-batches of the next step.
 
         Args:
-            micro_batches: all micro-batches of the step.
+            micro_batches: all micro-batches of the step, including those that other trainers
+                process.
         Returns:
-            The result of `Swarm.accumulate`: `losses`, `logged` and `norm`.
+            The result of `Swarm.accumulate`, which consists of `losses`, `logged` and `norm`.
         Raises:
-            OSError: the leading trainer does not answer.
+            OSError: If the leading trainer does not answer.
         """
         result = self._round(("train", self.steps, 0), micro_batches)
         self.steps, self._evaluations = self.steps + 1, 0
         return result
 
     def evaluate(self, micro_batches: MicroBatches) -> Message:
-        """Help with an evaluation; see `step`."""
+        """Process micro-batches of an evaluation; see `step`."""
         self._evaluations += 1
         return self._round(("evaluate", self.steps, self._evaluations), micro_batches)
 
@@ -222,7 +227,7 @@ class JoinedTrainer:
                       logged=driven.logged)
 
     def _follow(self, members: list[list[tuple[Address, float, float]]]) -> None:
-        """Use the same peers as the leading trainer."""
+        """Connect to the peers that the leading trainer uses."""
         for stage, (there, current) in enumerate(zip(members, self.members.stages, strict=True)):
             new = {tuple(address): about for address, *about in there}
             for address in set(current) - new.keys():

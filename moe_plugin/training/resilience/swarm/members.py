@@ -1,5 +1,5 @@
-"""The peers of a swarm and the stages that they compute: new peers, lost peers, and moves to other
-stages.
+"""The peers of a swarm and the stages that they compute. Peers may be added, be lost, or move to
+other stages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Member:
 
 
 class SwarmMembers:
-    """The peers of a trainer, shared by all its threads."""
+    """The peers of a trainer, which are shared by all threads of the trainer."""
 
     def __init__(self, stages: int, seed: int) -> None:
         self._wirings = [Wiring(seed + stage) for stage in range(stages)]
@@ -37,18 +37,18 @@ class SwarmMembers:
         self._changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
-        """Return the number of all peers, including new ones."""
+        """Return the total number of peers, including new peers."""
         return len(self._newcomers) + sum(map(len, self._of))
 
     @property
     def stages(self) -> list[list[Address]]:
-        """Addresses of the peers of each stage, in the same order on all trainers."""
+        """Addresses of the peers of each stage, which are in the same order on all trainers."""
         with self._changed:
             return [sorted(members) for members in self._of]
 
     @property
     def about(self) -> list[list[tuple[Address, float, float]]]:
-        """(address, bandwidth, throughput) of the peers of each stage."""
+        """For each stage, the (address, bandwidth, throughput) of its peers."""
         with self._changed:
             return [[(address, member.bandwidth, self._wirings[stage].throughput(address))
                      for address, member in members.items()]
@@ -56,7 +56,7 @@ class SwarmMembers:
 
     @property
     def newcomers(self) -> list[Member]:
-        """New peers that wait for a stage."""
+        """New peers that wait to be assigned to a stage."""
         with self._changed:
             return list(self._newcomers.values())
 
@@ -70,12 +70,12 @@ class SwarmMembers:
         log.info("peer %s has connected", member.address)
 
     def wait_for(self, number: int, timeout_s: float) -> bool:
-        """Wait for `number` peers, and return whether they connected within the timeout."""
+        """Wait for `number` peers, and return true if they connected within the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self) >= number, timeout_s)
 
     def bandwidths(self, stage: int) -> list[float]:
-        """Return the bandwidths of a stage's peers, in their order."""
+        """Return the bandwidths of a stage's peers, in the order of the peers."""
         with self._changed:
             return [self._of[stage][address].bandwidth for address in sorted(self._of[stage])]
 
@@ -95,8 +95,8 @@ class SwarmMembers:
         """Remove a peer from a stage.
 
         Returns:
-            The peer, or None if it did not belong to the stage. A peer that is still alive will
-                report its presence again.
+            The peer, or None if the peer did not belong to the stage. A removed peer that is still
+                alive will report its presence again.
         """
         with self._changed:
             self._newcomers.pop(address, None)
@@ -104,8 +104,8 @@ class SwarmMembers:
             return self._of[stage].pop(address, None)
 
     def choose(self, stage: int, number: int, size: float, but: set[Address]) -> Address | None:
-        """Choose the peer for a task of a micro-batch, see `Wiring.choose`. Returns None if no
-        other peer is left.
+        """Choose the peer for a task of a micro-batch; see `Wiring.choose`. The result is None if
+        no other peer is left.
         """
         with self._changed:
             wiring = self._wirings[stage]
@@ -113,16 +113,16 @@ class SwarmMembers:
             return wiring.choose(size, but=left_out) if wiring.peers - left_out else None
 
     def done(self, stage: int, address: Address, size: float, seconds: float) -> None:
-        """Record how long a task took, without time spent waiting for other tasks."""
+        """Record how long a task took, excluding the time spent waiting for other tasks."""
         with self._changed:
             self._wirings[stage].done(address, size, seconds)
 
     def best_move(self) -> tuple[Member, int, int] | None:
-        """Find the move that speeds up the pipeline most.
+        """Find the move of a peer to a different stage that speeds up the pipeline most.
 
         Returns:
-            (a peer with its measured throughput, its stage, the slowest stage), or None if no move
-                helps.
+            The tuple (peer with its measured throughput, its stage, slowest stage), or None if no
+                move speeds up the pipeline.
         """
         with self._changed:
             speeds = [self._throughput(stage) for stage in range(len(self._of))]
@@ -146,14 +146,14 @@ class Alarm:
     """A timer that fires periodically.
 
     Args:
-        every_s: interval in seconds. None: the timer never fires.
+        every_s: interval of the timer in seconds. If it is None, the timer never fires.
     """
 
     def __init__(self, every_s: float | None) -> None:
         self.every_s, self._last = every_s, time.monotonic()
 
     def rings(self) -> bool:
-        """Return true once per interval."""
+        """Return true once in each interval."""
         now = time.monotonic()
         if self.every_s is None or now - self._last < self.every_s:
             return False

@@ -1,9 +1,9 @@
 """Messages between a trainer and its peers: dictionaries of plain values and tensors over TCP.
 
 Tensors at a stage's boundary are sent in a wire format of `dispatch.wire`, by default fp8 with one
-scale per 128 numbers (see there for the error bound). Received messages are only read as data
-(`torch.load(weights_only=True)`), so a message cannot run code. With a secret, both sides of a
-connection prove that they know it before the first message. Messages are not encrypted.
+scale per 128 numbers; see `dispatch.wire` for the error bound. Received messages are only read as
+data (`torch.load(weights_only=True)`), so a message cannot execute code. If a secret is set, both
+sides of a connection prove that they know it before the first message. Messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ SLOWEST = 1 << 16  # bytes per second, the lowest accepted rate within a message
 
 @dataclass(frozen=True)
 class Access:
-    """Which connections and messages are accepted.
+    """Rules about which connections and messages are accepted.
 
     Attributes:
-        secret: optional. Text that both sides must know. By default anyone may connect.
-        message_bytes: size of the largest accepted message.
+        secret: optional. A secret string that both sides must know. By default any machine may
+            connect.
+        message_bytes: maximum size in bytes of a message that is accepted.
     """
 
     secret: str | None = None
@@ -58,11 +59,11 @@ class Access:
     def __post_init__(self) -> None:
         if self.message_bytes < 1 or self.secret == "":
             raise ValueError(f"swarm: message_bytes={self.message_bytes} must be >= 1, and secret "
-                             "must not be empty; leave secret out, or use a long random text")
+                             "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """Return the proof for both sides' random numbers that only a side with the secret can
-        compute.
+        """Return the proof for the random numbers of both sides, which only a side with the secret
+        can compute.
         """
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
 
@@ -71,24 +72,24 @@ OPEN = Access()
 
 
 class _Closed(ConnectionError):
-    """The other side closed the connection between two messages."""
+    """Raised if the other side closed the connection between two messages."""
 
 
 class PeerError(RuntimeError):
-    """A peer reported that it failed, with its reason."""
+    """Raised if a peer reported that it failed; contains the reason."""
 
 
 class Connection:
     """A connection between a trainer and a peer.
 
     Args:
-        opened: the connected socket.
-        timeout_s: seconds to wait for a connection, and for data in either direction. None: wait
-            for the next message without a limit.
-        access: the secret that the other side must know, and the size of the largest message.
+        opened: the socket of this connection, already connected.
+        timeout_s: maximum time in seconds to wait for a connection, and for data in either
+            direction. None: wait for the next message without a time limit.
+        access: the secret that the other side must know, and the maximum size of a message.
         serves: whether this side accepted the connection.
     Raises:
-        OSError: the connection failed or ended, including `TimeoutError`.
+        OSError: If the connection failed or ended; this includes `TimeoutError`.
     """
 
     def __init__(self, opened: socket.socket, timeout_s: float | None, access: Access = OPEN,
@@ -166,10 +167,10 @@ class Connection:
         return made
 
     def ask(self, what: str, /, **values: Any) -> Message:
-        """Send a request and wait for its answer.
+        """Send a request, and wait for the answer.
 
         Raises:
-            PeerError: the other side failed.
+            PeerError: If the other side reported a failure.
         """
         self.send({"do": what, **values})
         answer = self.receive()
@@ -183,8 +184,8 @@ class Connection:
 
 
 class Connections:
-    """Connections to many addresses. Each connection is used by one thread at a time and then
-    reused.
+    """Connections to many addresses, which are reused. Each connection is used by one thread at a
+    time and then reused.
     """
 
     def __init__(self, timeout_s: float, access: Access = OPEN) -> None:
@@ -194,8 +195,8 @@ class Connections:
 
     @contextlib.contextmanager
     def to(self, address: Address) -> Iterator[Connection]:
-        """Provide a connection to an address. It is closed after a failure, because a late answer
-        may still arrive.
+        """Provide a connection to an address for the duration of a `with` block. A connection is
+        closed after a failure, because a late answer may still arrive on it.
         """
         with self._lock:
             idle = self._idle.get(address, [])
@@ -219,7 +220,7 @@ class Connections:
 
 def ask(address: Address, what: str, timeout_s: float, access: Access = OPEN, /,
         **values: Any) -> Message:
-    """Send one request on a new connection. Raises the errors of `Connection.ask`."""
+    """Send one request on a new connection. The errors are the same as for `Connection.ask`."""
     connection = Connection.to(address, timeout_s, access)
     try:
         return connection.ask(what, **values)
@@ -239,11 +240,11 @@ class MessageServer:
     """A server that answers requests, with one thread per connection.
 
     Args:
-        host: address to listen on.
-        port: port to listen on; 0: any free port.
-        answer: computes the answer to a request, or None if the request has no answer. Exceptions
-            are sent as errors.
-        access: accepted connections and messages.
+        host: address at which the server listens.
+        port: port at which the server listens; 0: any free port.
+        answer: function that computes the answer to a request, or returns None if the request has
+            no answer. Exceptions are sent as errors to the other side.
+        access: rules about which connections and messages are accepted.
     """
 
     def __init__(self, host: str, port: int, answer: Callable[[Message], Message | None],
@@ -286,8 +287,8 @@ def _is_local(host: str) -> bool:
 
 def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
            access: Access) -> str:
-    """Answer requests until the connection ends. Returns the reason for closing it, or an empty
-    text.
+    """Answer requests until the connection ends. The result is the reason for closing the
+    connection, or an empty string.
     """
     try:
         connection = Connection(opened, None, access, serves=True)
@@ -306,9 +307,9 @@ def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
 
 
 def packed(x: Tensor, name: str) -> list[Tensor]:
-    """Encode a boundary tensor [B, ...] for sending, in a format of `WIRES`.
+    """Encode a boundary tensor [B, ...] for sending, in one of the formats in `WIRES`.
 
-    Integer tensors, and tensors without rows, are not changed.
+    Integer tensors, and tensors without rows, are left unchanged.
     """
     x = x.detach().cpu()
     if name == "none" or not x.is_floating_point() or x.dim() < 2 or not x.numel():
@@ -317,7 +318,8 @@ def packed(x: Tensor, name: str) -> list[Tensor]:
 
 
 def unpacked(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """Decode tensors from `packed`, the inverse operation. dtype: dtype of floating-point results.
+    """Decode the tensors that `packed` has encoded. dtype: dtype of floating-point tensors in the
+    result.
     """
     if len(parts) == 1:
         return parts[0].to(dtype) if parts[0].is_floating_point() else parts[0]

@@ -1,9 +1,9 @@
 """A peer of a swarm. The peer computes one stage of a pipeline for any trainer, stores the stage's
 weights and optimizer, and sums gradients with the other peers of its stage.
 
-Backward passes recompute the stage from its input, so that any peer of a stage can run the backward
-pass of any micro-batch. A backward pass counts once the trainer confirms that it used the answer.
-Duplicate or late results are not added.
+Backward passes recompute the stage from its input, so any peer of a stage can run the backward pass
+of any micro-batch. The gradient of a backward pass counts once the trainer confirms that it used
+the answer. Gradients of duplicate or late results are not added.
 """
 
 from __future__ import annotations
@@ -45,24 +45,27 @@ REQUESTS = {"become", "forward", "backward", "evaluate", "count", "forget", "red
 
 
 class StagePeer:
-    """Computes a stage for a trainer.
+    """A peer that computes a stage for a trainer.
 
     Args:
-        trainer: address of the `Swarm`.
+        trainer: address of the trainer, which is a `Swarm`.
         stages: for each stage, a function that creates its module. The module maps a tensor [B,
-            ...] to a tensor, or to (tensor, loss) as an MoE block does. The same on every peer.
-        optimizer: creates the optimizer of a list of parameters. If the optimizer clips gradients
-            itself, it uses the norm of one stage: see `Swarm` for clipping over all stages.
-        loss: maps (output of the last stage, target) to the loss of a micro-batch, as its share of
-            the step's loss; or to the loss and a dictionary of additional values for the trainer.
+            ...] to a tensor, or to (tensor, loss) like an MoE block. The functions must be the same
+            on every peer.
+        optimizer: function that creates the optimizer for a list of parameters. If the optimizer
+            clips gradients itself, it uses the norm of only one stage. See `Swarm` for clipping
+            over all stages.
+        loss: function that maps (output of the last stage, target) to the contribution of a
+            micro-batch to the loss of the step. It may also return this loss together with a
+            dictionary of additional values for the trainer.
         host: address of this machine at which the trainer and the other peers can reach it.
-        device: device of the stage.
-        bandwidth: bandwidth of this machine's network, in any unit; determines its share of the
-            sums of gradients.
-        throughput: tasks per second that the trainer assumes until it has measured them. Defaults
-            to the mean of the stage.
-        timeout_s: seconds without a trainer after which this peer ends. The trainer determines how
-            long peers wait for each other.
+        device: device on which the stage is computed.
+        bandwidth: bandwidth of this machine's network, in any unit. It determines the fraction of
+            the gradient sums that this peer computes.
+        throughput: number of tasks per second that the trainer assumes until it has measured the
+            throughput. Defaults to the mean throughput of the stage.
+        timeout_s: time in seconds without a trainer after which this peer ends. The trainer
+            determines how long peers wait for one another.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
     """
@@ -87,10 +90,10 @@ class StagePeer:
                       "throughput": throughput}
 
     def run(self) -> None:
-        """Serve until the trainer ends or does not answer for `timeout_s`.
+        """Answer requests until the trainer ends or does not answer for `timeout_s`.
 
         Raises:
-            OSError: no trainer answers at this address for `timeout_s`.
+            OSError: If no trainer answers at this address for `timeout_s`.
         """
         met, last = False, time.monotonic()
         while not self._stopped.is_set():
@@ -109,7 +112,7 @@ class StagePeer:
         self._server.close()
 
     def close(self) -> None:
-        """Leave immediately. The other peers continue."""
+        """Leave immediately. The other peers continue without a peer that ends."""
         self._stopped.set()
         self._server.close()
 
@@ -157,7 +160,8 @@ class StagePeer:
             task[1], unpacked(x, *self._wire), target), strict=True)))
 
     def _timed(self, work: Callable[[], Message]) -> Message:
-        """Run work, one task at a time, and add the seconds of waiting and of work to the answer.
+        """Run tasks one at a time, and add the time in seconds spent waiting and working to the
+        answer.
         """
         start = time.perf_counter()
         with self._compute:
@@ -176,8 +180,8 @@ class StagePeer:
 
     def _reduce(self, key: tuple[int, int], micro_batches: list[int], members: list[Address],
                 me: int, bandwidths: list[float]) -> Message:
-        """Sum gradients with the other peers. Each peer sums a slice in proportion to its
-        bandwidth.
+        """Sum the gradients over all peers of the stage. Each peer sums a slice whose size is
+        proportional to the bandwidth of the peer.
 
         `complete` is false if gradients that the trainer expects are missing.
         """
@@ -228,10 +232,10 @@ class StagePeer:
         return self.stage
 
     def _has(self, stage: ServedStage, wanted: set[int]) -> bool:
-        """Wait until exactly the wanted backward passes are counted, and return whether this
+        """Wait until exactly the requested backward passes are counted, and return true if this
         happened in time.
 
-        The trainer confirms them on other connections, which may be slower.
+        The trainer confirms the gradients on other connections, which may be slower.
         """
         end = time.monotonic() + self._sums.timeout_s
         while stage.counted != wanted:
@@ -242,7 +246,7 @@ class StagePeer:
 
 
 class _Sums:
-    """Slices that this peer sums for all members of its stage."""
+    """The slices of the gradients that this peer sums for all members of its stage."""
 
     def __init__(self) -> None:
         self.timeout_s = 0.0
@@ -250,13 +254,14 @@ class _Sums:
         self._changed = threading.Condition()
 
     def add(self, key: tuple[int, int], source: int, members: int, part: Tensor) -> Tensor:
-        """Add a member's part, wait for all parts, and return the sum in the members' order.
+        """Add the part of one member, wait for all parts, and return their sum in the members'
+        order.
 
         Args:
-            key: step, and attempt within the step.
+            key: index of the step, and of the attempt within the step.
             source: index of the member.
-            members: number of members.
-            part: the member's part.
+            members: number of members that contribute a part.
+            part: the part that the member contributes.
         """
         with self._changed:
             parts = self._parts.setdefault(tuple(key), {})
@@ -268,6 +273,6 @@ class _Sums:
         return torch.stack([parts[i] for i in range(members)]).sum(0)
 
     def clear(self) -> None:
-        """Discard all parts, when the next step starts."""
+        """Discard all parts when the next step starts."""
         with self._changed:
             self._parts.clear()

@@ -1,10 +1,11 @@
-"""Distribution of a step's micro-batches among the trainers of a swarm, on the side of the leading
+"""Distribution of a step's micro-batches among the trainers of a swarm, as seen by the leading
 trainer.
 
-Every trainer can drive any micro-batch, because all trainers read the same data. The leading
-trainer (`Swarm`) assigns the numbers of micro-batches to its own threads and to trainers that have
-joined (`JoinedTrainer`). It alone decides which backward passes count: the gradients of a
-micro-batch are counted once per stage, no matter which trainers drove it and how often.
+Every trainer can process any micro-batch, because all trainers read the same data. The leading
+trainer (`Swarm`) distributes the indices of micro-batches to its own threads and to trainers that
+have joined (`JoinedTrainer`). Only the leading trainer decides which backward passes count: the
+gradients of a micro-batch are counted once per stage, no matter which trainers processed it and how
+often.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ RESULTS = 1000  # stored results of the latest rounds, for trainers that are beh
 
 @dataclass
 class SharedRound:
-    """The micro-batches of a step or an evaluation, and the trainers that drive them.
+    """The micro-batches of a step or an evaluation, and the trainers that process them.
 
     Attributes:
         about: identifier of the round.
-        serial: serial number, which changes if a step is repeated.
-        count: number of micro-batches.
-        changed: condition that is notified of every change.
-        found: results of completed micro-batches, by number.
-        by: the trainer that drove each of them; empty text for the leading trainer.
+        serial: serial number of the round, which changes if a step is repeated.
+        count: number of micro-batches in the round.
+        changed: condition variable that is notified of every change.
+        found: results of the completed micro-batches, by index.
+        by: the trainer that processed each completed micro-batch; empty string for the leading
+            trainer.
     """
 
     about: RoundId
@@ -52,9 +54,11 @@ class SharedRound:
         self._ended = False
 
     def numbers(self, timeout_s: float) -> Iterator[int]:
-        """Yield numbers for one thread of the leading trainer, until all micro-batches are done.
+        """Yield micro-batch indices for one thread of the leading trainer, until all micro-batches
+        are done.
 
-        A joined trainer that is silent for `timeout_s` seconds loses its numbers.
+        If a joined trainer is silent for `timeout_s` seconds, its micro-batches are taken away from
+        it.
         """
         while True:
             with self.changed:
@@ -66,7 +70,7 @@ class SharedRound:
             yield number
 
     def _own(self, timeout_s: float) -> bool:
-        """Return whether there is a number for the leading trainer."""
+        """Return true if there is a micro-batch left for the leading trainer."""
         silent = [number for number, trainer in self._with.items()
                   if time.monotonic() - self._seen[trainer] > timeout_s]
         for number in silent:
@@ -77,11 +81,13 @@ class SharedRound:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are numbers for joined trainers."""
+        """True if there are micro-batches left for joined trainers."""
         return bool(self._open) and not self.over
 
     def number_for(self, trainer: str) -> int | None:
-        """Return a number for a joined trainer, or None if there is no number at the moment."""
+        """Return the index of a micro-batch for a joined trainer, or None if there is none at the
+        moment.
+        """
         with self.changed:
             self.alive(trainer)
             if not self.is_open:
@@ -95,14 +101,14 @@ class SharedRound:
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """Return a number that a trainer could not drive to the leading trainer."""
+        """Assign a micro-batch that a trainer could not process to the leading trainer."""
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
             self.changed.notify_all()
 
     def done(self, number: int, driven: Driven, trainer: str = "") -> None:
-        """Record the result of a micro-batch. Only the first result counts."""
+        """Record the result of a micro-batch. Only the first result of a micro-batch counts."""
         with self.changed:
             if number not in self.found:
                 self.found[number], self.by[number] = driven, trainer
@@ -117,7 +123,7 @@ class SharedRound:
 
     @property
     def over(self) -> bool:
-        """Whether all micro-batches are done, or the round has ended."""
+        """True if all micro-batches are done, or if the round has ended."""
         return self._ended or len(self.found) == self.count
 
 
@@ -125,9 +131,9 @@ class SharedRounds:
     """The current round, the results of earlier rounds, and the answers to joined trainers.
 
     Args:
-        members: returns the peers.
+        members: function that returns the peers.
         run: settings of the run; see `Swarm`.
-        steps: returns the number of completed steps.
+        steps: function that returns the number of completed steps.
         took: see `Driver`.
         lost: see `Driver`.
     """
@@ -145,7 +151,7 @@ class SharedRounds:
         self._owed: set[str] = set()  # trainers that have not received the last result yet
 
     def begin(self, about: RoundId, count: int) -> SharedRound:
-        """Start a round of `count` micro-batches."""
+        """Start a round with `count` micro-batches."""
         with self._changed:
             self._serial += 1
             self._now = SharedRound(about, self._serial, count, self._changed)
@@ -157,8 +163,8 @@ class SharedRounds:
 
         Args:
             about: identifier of the round.
-            result: result for the other trainers; None if the round is repeated.
-            by: the trainers that drove micro-batches.
+            result: result that is sent to the other trainers; None if the round is repeated.
+            by: the trainers that processed micro-batches.
         """
         with self._changed:
             self._now = None
@@ -170,14 +176,14 @@ class SharedRounds:
             self._changed.notify_all()
 
     def wait_until_known(self) -> None:
-        """Wait up to `timeout_s` until all trainers that drove micro-batches have received the last
-        result.
+        """Wait up to `timeout_s` until all trainers that processed micro-batches have received the
+        last result.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._owed, self.timeout_s)
 
     def answer(self, what: str, request: Message) -> Message:
-        """Answer one of `REQUESTS`."""
+        """Answer a request of one of the kinds in `REQUESTS`."""
         return getattr(self, f"_{what}")(**request)
 
     def _current(self, serial: int) -> SharedRound | None:
@@ -196,7 +202,9 @@ class SharedRounds:
         return {}
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
-        """Return a micro-batch of a round, the result of the round, or, after a while, neither."""
+        """Return a micro-batch of a round or the result of the round. If neither is available after
+        a while, return neither.
+        """
         about = tuple(about)
 
         def present() -> SharedRound | None:

@@ -1,4 +1,6 @@
-"""A stage of a pipeline as stored by one peer: weights, optimizer, and gradients by micro-batch."""
+"""A stage of a pipeline as stored by one peer: weights, optimizer, and the gradients of each
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _INDEX = "swarm.json"
 
 
 def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
-    """Write all stages of one step. The previous files stay valid until the last file is written.
+    """Write the state of all stages after one step. The previous files stay valid until the last
+    file is written.
     """
     path = make_folder(folder)
     names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
@@ -42,11 +45,11 @@ def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message])
 
 
 def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
-    """Return the step and the states by stage from a folder written by `save_swarm`.
+    """Return the step and the state of each stage from a folder written by `save_swarm`.
 
     Raises:
-        ValueError: the folder does not exist, has another number of stages, or contains a damaged
-            file.
+        ValueError: If the folder does not exist, has a different number of stages, or contains a
+            damaged file.
     """
     path = Path(folder) / _INDEX
     if not path.is_file():
@@ -63,10 +66,10 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
             return step, states
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError,
             pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}); use another folder "
+        raise ValueError(f"{path} cannot be read ({cut(str(error), 200)}); use a different folder "
                          "written by `Swarm.save`") from error
-    raise ValueError(f"{path} has {len(names)} stages, but the swarm has {stages}; use equal "
-                     "numbers")
+    raise ValueError(f"{path} has {len(names)} stages, but the swarm has {stages}; use the "
+                     "same number of stages")
 
 
 MakeStage = Callable[[], nn.Module]
@@ -76,18 +79,20 @@ Loss = Callable[[Tensor, Any], Any]  # returns a loss, or (loss, additional valu
 
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
-    """Create a stage's module, with the initial weights that every run with this seed has."""
+    """Create a stage's module with initial weights that are the same in every run with this
+    seed.
+    """
     with seeded(device, seed + number):
         return stages[number]().to(device).train()
 
 
 class ServedStage:
-    """A stage on one peer, see the module docstring.
+    """A stage as stored on one peer; see the module docstring.
 
     Args:
-        module: module of the stage.
-        optimizer: creates the optimizer of a list of parameters.
-        loss: loss function of the last stage; None for other stages.
+        module: module that computes the stage.
+        optimizer: function that creates the optimizer for a list of parameters.
+        loss: loss function of the last stage; None for all other stages.
         seed: seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module's second argument is a micro-batch's target.
@@ -121,8 +126,8 @@ class ServedStage:
             self.module.train()
 
     def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
-        """Return the loss of the last stage, without training, and the additional values of the
-        loss function.
+        """Return the loss computed by the last stage, without training, and the additional values
+        of the loss function.
         """
         with torch.no_grad():
             loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
@@ -138,16 +143,16 @@ class ServedStage:
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
-        """Recompute the stage from `x`, and run its backward pass. The gradients of the weights
-        wait for `count`.
+        """Recompute the stage from `x`, and run its backward pass. The gradients of the weights are
+        not added until `count` is called.
 
         Args:
-            micro_batch: number of the micro-batch.
+            micro_batch: index of the micro-batch.
             x: input of the stage.
-            grad: gradient of the output; None in the last stage, which uses `target`.
+            grad: gradient of the stage's output; None in the last stage, which uses `target`.
             target: target of the micro-batch.
         Returns:
-            The gradient of `x` (None for integers), the sum of this stage's losses, and the
+            The gradient of `x` (None for integers), the sum of the losses of this stage, and the
                 additional values of the loss function.
         """
         x = x.to(self.device)
@@ -172,7 +177,8 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Add the gradients of a backward pass to the sum, after the trainer has used its answer.
+        """Add the gradients of a backward pass to the sum, after the trainer has used the answer of
+        that pass.
         """
         with self._lock:
             if micro_batch in self._pending:
@@ -180,7 +186,7 @@ class ServedStage:
                 self.counted.add(micro_batch)
 
     def forget(self) -> None:
-        """Discard all gradients, to start or repeat a step."""
+        """Discard all gradients before a step starts or is repeated."""
         with self._lock:
             self.counted: set[int] = set()
             self._pending: dict[int, Tensor] = {}
@@ -188,23 +194,25 @@ class ServedStage:
 
     @property
     def gradients(self) -> Tensor:
-        """The sum of all counted gradients, float32 [`size`]."""
+        """The sum of all counted gradients as float32 [`size`]."""
         return self._sum
 
     def norm(self, sum_S: Tensor) -> float:
-        """Return the norm of the gradients in a sum over all peers of the stage."""
+        """Return the L2 norm of the gradients, given their sum over all peers of the stage."""
         return float(sum_S[:self.weights].double().norm())
 
     def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
-        """Run the optimizer's step with the sum over all peers of the stage, and start the next
-        step.
+        """Run the optimizer's step with the gradients summed over all peers of the stage, and start
+        the next step.
 
-        A parameter without a gradient on any peer has no gradient, as in a run of one process, so
-        the optimizer does not change the parameter, its momentum or its decay.
+        A parameter without a gradient on any peer is treated as in a run of one process: it has no
+        gradient, so the optimizer does not change the parameter or its momentum, and applies no
+        decay.
 
         Args:
-            sum_S: sum over all peers, [`size`].
-            scale: factor for the gradients. None: no weight changes.
+            sum_S: sum of the gradients over all peers, with shape [`size`].
+            scale: factor by which the gradients are multiplied. If it is None, no weights are
+                changed.
             groups: see `Swarm.update`.
         """
         for new in groups:
@@ -222,11 +230,11 @@ class ServedStage:
         self.forget()
 
     def state(self) -> Message:
-        """Return the state that another peer needs to serve this stage."""
+        """Return the state that a different peer needs to compute this stage."""
         return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: Message) -> None:
-        """Load the state of another peer."""
+        """Load the state returned by a different peer."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -236,7 +244,9 @@ class ServedStage:
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
-        """Check in the first pass that the module has no state that only this peer would have."""
+        """Check in the first pass that the module has no state that would exist only on this
+        peer.
+        """
         if self._checked:
             yield
             return

@@ -1,12 +1,12 @@
-"""`Swarm`: trains a pipeline whose stages are computed by peers that differ in speed and may join
-or leave at any time (SWARM, Ryabinin and others, 2023).
+"""`Swarm`, which trains a pipeline whose stages are computed by peers that differ in speed and may
+join or leave at any time (SWARM, Ryabinin and others, 2023).
 
-Every micro-batch takes its own path: at each stage, the peer that is free first computes it
-(`planner.peer_choice.Wiring`). A task without an answer is sent to another peer. The trainer stores
-the inputs of every stage until the step ends, so that other peers can recompute the gradients of a
-lost peer. Micro-batches of other trainers (`rounds`) are driven again for this purpose. At the end
-of a step the peers of a stage sum their gradients (a butterfly all-reduce, weighted by bandwidth)
-and update the weights.
+Every micro-batch takes its own path: at each stage, it is computed by the peer that will be free
+first (`planner.peer_choice.Wiring`). A task without an answer is sent to a different peer. The
+trainer stores the inputs of every stage until the step ends, so other peers can recompute the
+gradients of a lost peer. Micro-batches that other trainers processed (`rounds`) are processed again
+for this purpose. At the end of a step the peers of a stage sum their gradients (a butterfly
+all-reduce, weighted by bandwidth) and update the weights.
 """
 
 from __future__ import annotations
@@ -52,14 +52,13 @@ class SwarmStep:
 
     Attributes:
         losses: loss of each micro-batch, including balance losses.
-        norm: norm of all gradients, before clipping.
+        norm: L2 norm of all gradients before clipping.
         logged: additional values returned by the loss function for each micro-batch.
-        by: trainer that drove each micro-batch; empty text for this trainer.
-        resent: number of tasks that were sent again.
-        redone: number of backward passes whose gradients were lost with a peer and recomputed by
-            another peer.
-        gone: addresses of lost peers.
-        moved: (address, old stage, new stage) of moved peers.
+        by: the trainer that processed each micro-batch; empty string for this trainer.
+        resent: number of tasks that were sent more than once.
+        redone: number of backward passes recomputed because their gradients were lost with a peer.
+        gone: addresses of peers that were lost.
+        moved: the (address, old stage, new stage) of each peer that was moved.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -73,33 +72,33 @@ class SwarmStep:
 
 
 class Swarm:
-    """The trainer of a swarm, or the leading trainer of several (`JoinedTrainer`).
+    """The trainer of a swarm, or the leading trainer if there are several (`JoinedTrainer`).
 
     Args:
-        stages: number of stages.
-        host, port: address at which peers reach the trainer; port 0: any free port, see `address`.
+        stages: number of pipeline stages.
+        host, port: address at which peers reach the trainer. If the port is 0, any free port is
+            used.
         wire: format of tensors sent between stages: `none`, `bf16`, `fp16`, `fp8` or `mxfp8`, with
             the error bounds of `dispatch.wire`.
-        dtype: dtype of these tensors in memory.
-        in_flight: number of micro-batches at a time; 0: two per peer.
-        clip: largest norm of all gradients together. None: no limit.
-        timeout_s: seconds without an answer after which a task is sent to another peer.
-        rebalance_s: interval in seconds at which a peer may move to the slowest stage between two
-            steps, if this speeds up the pipeline enough. None: never.
-        seed: seed of weights and random numbers.
-        target_to_all: whether all stages receive the target, as the second argument of their
-            modules.
+        dtype: dtype of these tensors after they are decoded.
+        in_flight: number of micro-batches that are processed at the same time; 0: two per peer.
+        clip: maximum L2 norm of all gradients together, to which they are clipped. None: no limit.
+        timeout_s: time in seconds without an answer after which a task is sent to a different peer.
+        rebalance_s: interval in seconds. After each interval, one peer may move to the slowest
+            stage between two steps, if this speeds up the pipeline enough. None: never.
+        seed: seed of the initial weights and of random numbers.
+        target_to_all: whether all stages receive the target, as second argument of their modules.
         resume: optional. A folder written by `save`.
-        secret: optional. Text that peers must know. Without it, anyone who can reach `host` can
-            join.
-        message_bytes: size of the largest message, such as a stage's weights and optimizer state.
+        secret: optional. A secret string that peers must know. Without a secret, every machine that
+            can reach `host` can join.
+        message_bytes: maximum size in bytes of a message (such as a stage's weights).
 
     Attributes:
-        address: address for `StagePeer`.
+        address: the address that is passed to `StagePeer`.
         members: the peers of each stage.
         steps: number of completed steps.
     Raises:
-        ValueError: an argument is out of bounds, or `resume` is not a folder written by `save`.
+        ValueError: If an argument is out of bounds, or if `save` has not written `resume`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -141,15 +140,16 @@ class Swarm:
                                f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run a step with micro-batches (input [B, ...], target): `accumulate` and `update`."""
+        """Run a step with micro-batches (input [B, ...], target) using `accumulate` and `update`.
+        """
         result = self.accumulate(micro_batches)
         self.update()
         return result
 
     def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run the passes of a step. The gradients stay on the peers until `update`.
+        """Run the passes of a step. The gradients stay on the peers until `update` is called.
 
-        Raises a `RuntimeError` if a stage has no peer or all its peers failed, with the reason.
+        A `RuntimeError` with the reason is raised if a stage has no peer or all its peers failed.
         """
         self._result = result = SwarmStep()
         self._taken, self._driver.resent = {}, 0
@@ -167,8 +167,9 @@ class Swarm:
 
         Args:
             skip: leave all weights and optimizer states unchanged.
-            groups: new values for the optimizers' parameter groups, such as `{"lr": 0.1}`. A
-                dictionary with `wd_mult` applies only to groups with the same `wd_mult`.
+            groups: new values for options of the optimizers' parameter groups, such as `{"lr":
+                0.1}`. If the dictionary contains `wd_mult`, it applies only to parameter groups
+                with the same value of `wd_mult`.
         """
         norm = self._result.norm
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
@@ -187,7 +188,7 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Drive all micro-batches with all trainers. After the block they receive the result."""
+        """Process all micro-batches with all trainers, which receive the result after the block."""
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -216,18 +217,17 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write every stage's weights and optimizer state, for `resume`, to a folder locked until
-        `close`.
+        """Write all weights and optimizer states, for `resume`, to a folder locked until `close`.
 
-        If the process is killed while saving, the previous files stay valid. Raises a `ValueError`
-        if another run uses the folder.
+        If the process is killed while saving, the previous files stay valid. A `ValueError` is
+        raised if another run uses the folder.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Tell the peers that training has ended, after joined trainers received the last result.
+        """Inform the peers that training has ended after joined trainers received the last result.
         """
         for lock in filter(None, self._locks.values()):
             lock.release()
@@ -252,7 +252,8 @@ class Swarm:
         return {}
 
     def _place(self) -> None:
-        """Assign new peers to the slowest stages. Then one peer may move to the slowest stage."""
+        """Assign each new peer to the slowest stage, and then move at most one peer to this stage.
+        """
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
         self._all_served()
@@ -300,7 +301,7 @@ class Swarm:
     # -- tasks
 
     def _took(self, stage: int, number: int, address: Address, values: Message | None) -> bool:
-        """Count a backward pass, unless this micro-batch is already counted at this stage."""
+        """Count a backward pass, unless this micro-batch has already been counted at this stage."""
         with self._ledger:
             before = self._taken.get((stage, number))
             if before is not None and before[0] in self.members.stages[stage]:
@@ -317,7 +318,7 @@ class Swarm:
     # -- end of a step
 
     def _reduce(self, again: Callable[[int], object]) -> float:
-        """Sum the gradients on each stage's peers, and return the norm of all of them."""
+        """Sum the gradients over the peers of each stage, and return the norm of all gradients."""
         norms: dict[int, float] = {}
         for attempt in range(1 + len(self.members)):
             left = [stage for stage in range(self.stages) if stage not in norms]
@@ -338,13 +339,13 @@ class Swarm:
 
     def _missing(self, stages: Sequence[int], members: list[list[Address]]
                  ) -> list[tuple[int, int]]:
-        """Return (stage, micro-batch) of gradients that none of these members stores."""
+        """Return the (stage, micro-batch) pairs whose gradients none of these members stores."""
         with self._ledger:
             return [(stage, n) for (stage, n), (address, _) in self._taken.items()
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute gradients of lost peers until none is missing; peers may be lost meanwhile."""
+        """Recompute gradients of lost peers until none are missing, even if more peers are lost."""
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
@@ -357,10 +358,9 @@ class Swarm:
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
                      stages: Iterable[int] | None = None,
                      members: list[list[Address]] | None = None) -> dict[int, float]:
-        """Send a request to all members of these stages at once, and remove members that do not
-        answer.
+        """Send a request to all members of these stages at once; remove members without an answer.
 
-        Returns the norm that the members report, for each stage whose members have all succeeded.
+        The result contains, for each stage whose members all succeeded, the norm that they report.
         """
         members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
@@ -395,7 +395,7 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Return the results of all futures. After a failure, waiting futures are cancelled."""
+    """Return the results of all futures. After a failure, futures not yet started are cancelled."""
     try:
         return [future.result() for future in futures]
     except BaseException:
